@@ -1,0 +1,1 @@
+"""hf_striped: exact long-context training for Hugging Face models by Striped Attention."""

@@ -1,0 +1,46 @@
+"""Block kernels, one file each, and the choice between them."""
+
+import logging
+
+import torch
+
+from hf_striped.errors import KernelUnavailableError
+from hf_striped.kernels.base import BlockKernel
+from hf_striped.kernels.cpu import CpuKernel
+from hf_striped.kernels.reference import ReferenceKernel
+
+logger = logging.getLogger(__name__)
+
+# in order of preference; `reference` is never chosen automatically
+KERNELS: dict[str, BlockKernel] = {
+    kernel.name: kernel for kernel in (CpuKernel(), ReferenceKernel())
+}
+AUTO = "auto"
+_logged: set[str] = set()
+
+
+def choose_kernel(name: str, device: torch.device, dtype: torch.dtype) -> BlockKernel:
+    """The kernel called `name`, or for "auto" the first fast one that can run.
+
+    Raises:
+        KernelUnavailableError: the kernel asked for cannot run, or with "auto" none can; says why.
+    """
+    if name != AUTO and name not in KERNELS:
+        raise KernelUnavailableError(
+            f"kernel must be one of {[AUTO, *KERNELS]}; received {name!r}."
+        )
+    candidates = [name] if name != AUTO else [k for k in KERNELS if k != ReferenceKernel.name]
+    reasons = []
+    for candidate in candidates:
+        reason = KERNELS[candidate].why_unavailable(device, dtype)
+        if reason is None:
+            if name == AUTO and candidate not in _logged:
+                _logged.add(candidate)
+                logger.info("striped ring attention uses the %r kernel", candidate)
+            return KERNELS[candidate]
+        reasons.append(f"{candidate}: {reason}")
+    raise KernelUnavailableError(
+        f"No block kernel can run: kernel={name!r}, device={device}, dtype={dtype}. "
+        f"{'; '.join(reasons)}. Use a type that a fast kernel takes (bf16 or fp16 on CUDA), "
+        "or ask for kernel='reference', which is exact for every type but holds the scores of a block."
+    )

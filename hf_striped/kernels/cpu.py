@@ -1,0 +1,95 @@
+"""Block attention by ATen's flash attention for CPU: exact, trains, grouped heads unexpanded.
+
+It takes one span a call, over views of the packed row: no copy, no padding.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from hf_striped.kernels.base import BlockGradients, BlockOutput
+from hf_striped.packing import Span
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class CpuKernel:
+    name = "cpu"
+
+    def why_unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        if device.type != "cpu":
+            return f"it runs on cpu tensors, and these are on {device.type}"
+        if dtype not in _DTYPES:
+            return f"it takes {', '.join(map(str, _DTYPES))}, and these are {dtype}"
+        return None
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, spans: Sequence[Span], scale: float
+    ) -> Iterator[BlockOutput]:
+        head_dim, value_head_dim = query.shape[-1], value.shape[-1]
+        width = max(head_dim, value_head_dim)
+        query, key, value = (_widen(tensor, width) for tensor in (query, key, value))
+        for span in spans:
+            out, lse = _forward(
+                _heads_first(query[span.queries]),
+                _heads_first(key[span.keys]),
+                _heads_first(value[span.keys]),
+                is_causal=True,
+                scale=scale,
+            )
+            yield BlockOutput(
+                span.queries, _tokens_first(out)[..., :value_head_dim], lse.squeeze(0).T
+            )
+
+    def backward(
+        self,
+        dout: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        spans: Sequence[Span],
+        scale: float,
+    ) -> Iterator[BlockGradients]:
+        head_dim, value_head_dim = query.shape[-1], value.shape[-1]
+        width = max(head_dim, value_head_dim)
+        dout, query, key, value, out = (
+            _widen(tensor, width) for tensor in (dout, query, key, value, out)
+        )
+        for span in spans:
+            dquery, dkey, dvalue = _backward(
+                _heads_first(dout[span.queries]),
+                _heads_first(query[span.queries]),
+                _heads_first(key[span.keys]),
+                _heads_first(value[span.keys]),
+                _heads_first(out[span.queries]),
+                lse[span.queries].T.unsqueeze(0),
+                0.0,
+                True,
+                scale=scale,
+            )
+            yield BlockGradients(
+                span.queries,
+                span.keys,
+                _tokens_first(dquery)[..., :head_dim],
+                _tokens_first(dkey)[..., :head_dim],
+                _tokens_first(dvalue)[..., :value_head_dim],
+            )
+
+
+def _widen(tensor: Tensor, width: int) -> Tensor:
+    """Zero columns change no score and no other column: how differing head_dims share one kernel."""
+    return tensor if tensor.shape[-1] == width else pad(tensor, (0, width - tensor.shape[-1]))
+
+
+def _heads_first(row: Tensor) -> Tensor:
+    return row.transpose(0, 1).unsqueeze(0)
+
+
+def _tokens_first(batch: Tensor) -> Tensor:
+    return batch.squeeze(0).transpose(0, 1)
