@@ -1,1 +1,34 @@
-"""hf_striped: exact long-context training for Hugging Face models by Striped Attention."""
+"""hf_striped: exact long-context training for Hugging Face models by Striped Attention.
+
+Importing the package registers `attn_implementation="striped_ring"` with Transformers.
+"""
+
+from hf_striped.attention import striped_ring_attention
+from hf_striped.errors import (
+    BatchError,
+    ConfigurationError,
+    KernelUnavailableError,
+    StripedError,
+    UnsupportedFeatureError,
+)
+from hf_striped.integrations import trainer as _trainer
+from hf_striped.integrations import transformers as _transformers
+from hf_striped.integrations.accelerate import StripedParallelismConfig
+from hf_striped.integrations.collator import StripedDataCollator
+from hf_striped.striping import stripe, unstripe
+
+__all__ = [
+    "BatchError",
+    "ConfigurationError",
+    "KernelUnavailableError",
+    "StripedDataCollator",
+    "StripedError",
+    "StripedParallelismConfig",
+    "UnsupportedFeatureError",
+    "stripe",
+    "striped_ring_attention",
+    "unstripe",
+]
+
+_transformers.register()
+_trainer.register()

@@ -1,0 +1,1 @@
+"""Adapters to Transformers and Accelerate. Nothing below this package imports either."""

@@ -1,0 +1,160 @@
+"""The context-parallel group inside Accelerate: a mesh dimension, with no patch of the library.
+
+`cp_size` tells Trainer and Accelerate the truth about the mesh (batch sizes, who gets the same rows);
+`cp_enabled` stays False, since it switches on Accelerate's own context parallelism, which shards the
+batch once more.
+"""
+
+import os
+from typing import Any
+
+from accelerate import ParallelismConfig
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+
+from hf_striped.context import ContextParallel
+from hf_striped.errors import ConfigurationError
+from hf_striped.kernels import AUTO, KERNELS
+
+CONTEXT_PARALLEL_SIZE_ENV = "HF_STRIPED_CONTEXT_PARALLEL_SIZE"
+
+
+class StripedParallelismConfig(ParallelismConfig):
+    """Spread each sequence over `context_parallel_size` processes by striped ring attention.
+
+    Pass it as `TrainingArguments(parallelism_config=...)` or `Accelerator(parallelism_config=...)`.
+    Processes beyond the context-parallel size are data parallel: the data-parallel size is worked out
+    from the number of processes (as shards under FSDP2, as replicas otherwise) unless it is given.
+
+    Args:
+        context_parallel_size: processes a sequence is spread over; default the environment variable
+            `HF_STRIPED_CONTEXT_PARALLEL_SIZE`, else 1.
+        kernel: the block kernel, a name in `hf_striped.kernels.KERNELS`, or "auto".
+        **fields: Accelerate's own fields. `cp_size`, `sp_size` and `tp_size` above 1 are refused.
+
+    Raises:
+        ConfigurationError: a size that is not a positive integer, another sequence-splitting
+            parallelism in the same config, or (once processes are known) sizes that do not multiply
+            to the number of processes.
+    """
+
+    def __init__(
+        self, context_parallel_size: int | None = None, *, kernel: str = AUTO, **fields: Any
+    ):
+        super().__init__(**fields)
+        for field in ("cp_size", "sp_size", "tp_size"):
+            if (size := getattr(self, field)) > 1:
+                raise ConfigurationError(
+                    f"StripedParallelismConfig cannot be combined with Accelerate's {field}; received "
+                    f"{field}={size} (as an argument or from PARALLELISM_CONFIG_{field.upper()}). "
+                    f"Leave {field} at 1 and set context_parallel_size alone: it splits the sequence once."
+                )
+        if kernel not in (AUTO, *KERNELS):
+            raise ConfigurationError(
+                f"kernel must be one of {[AUTO, *KERNELS]}; received {kernel!r}."
+            )
+        self.kernel = kernel
+        self.context_parallel_size = _positive_size(context_parallel_size)
+        self._set_size("cp", self.context_parallel_size)
+
+    @property
+    def cp_enabled(self) -> bool:
+        """Whether Accelerate's own context parallelism is on: never."""
+        return False
+
+    @property
+    def striped(self) -> bool:
+        """Whether a sequence is spread over more than one process."""
+        return self.context_parallel_size > 1
+
+    @property
+    def non_dp_dim_names(self) -> list[str]:
+        return [*super().non_dp_dim_names, *self._cp_dim_names]
+
+    @property
+    def dp_shard_cp_dim_names(self) -> list[str]:
+        return [*super().dp_shard_cp_dim_names, *self._cp_dim_names]
+
+    @property
+    def dp_cp_dim_names(self) -> list[str]:
+        return [*super().dp_cp_dim_names, *self._cp_dim_names]
+
+    @property
+    def _cp_dim_names(self) -> list[str]:
+        return ["cp"] if self.striped else []
+
+    def get_device_mesh(self, device_type: str | None = None):
+        if self.device_mesh is None:
+            self._complete_sizes(PartialState().num_processes)
+        return super().get_device_mesh(device_type)
+
+    def _complete_sizes(self, num_processes: int) -> None:
+        """Check the sizes against the number of processes, and work out the data-parallel one."""
+        context = self.context_parallel_size
+        if num_processes % context:
+            raise ConfigurationError(
+                "The number of processes must be a multiple of context_parallel_size; received "
+                f"{num_processes} process(es), context_parallel_size={context}. "
+                f"Launch with `accelerate launch --num_processes {context}` (or a multiple of it)."
+            )
+        if self.data_parallel_size == 1:
+            fsdp = AcceleratorState._shared_state.get("distributed_type") == DistributedType.FSDP
+            self._set_size("dp_shard" if fsdp else "dp_replicate", num_processes // context)
+        if self.total_size != num_processes:
+            raise ConfigurationError(
+                "dp_replicate_size x dp_shard_size x context_parallel_size must equal the number of "
+                f"processes; received {self.dp_replicate_size} x {self.dp_shard_size} x {context} for "
+                f"{num_processes} process(es). Leave the data-parallel sizes out, or correct them."
+            )
+
+    def _validate_accelerator(self, accelerator) -> None:
+        """The sizes were checked before the mesh was built, for CPU processes too."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the device mesh, which belongs to this process (the Trainer pickles its arguments)."""
+        return {name: value for name, value in vars(self).items() if name != "device_mesh"}
+
+
+def _positive_size(size: int | None) -> int:
+    source = "the argument context_parallel_size"
+    if size is None:
+        text = os.environ.get(CONTEXT_PARALLEL_SIZE_ENV, "1")
+        source = f"the environment variable {CONTEXT_PARALLEL_SIZE_ENV}"
+        size = int(text) if text.isdecimal() else text
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ConfigurationError(
+            f"The context-parallel size must be a positive integer; received {size!r} from {source}."
+        )
+    return size
+
+
+def active_config() -> ParallelismConfig | None:
+    """The parallelism config of this process's Accelerator, if there is one.
+
+    Raises:
+        ConfigurationError: it is Accelerate's own context or sequence parallelism.
+    """
+    config = AcceleratorState._shared_state.get("parallelism_config")
+    if config is not None and (config.cp_enabled or config.sp_enabled):
+        raise ConfigurationError(
+            "Accelerate's own sequence splitting is on, and striping would split each sequence twice; "
+            f"received ParallelismConfig(cp_size={config.cp_size}, sp_size={config.sp_size}). "
+            f"Pass StripedParallelismConfig(context_parallel_size={config.cp_size * config.sp_size}) instead."
+        )
+    return config
+
+
+def active_context() -> ContextParallel | None:
+    """This process's context-parallel group as Accelerate's mesh has it; None when nothing is striped."""
+    config = active_config()
+    if not isinstance(config, StripedParallelismConfig) or not config.striped:
+        return None
+    mesh = config.device_mesh
+    if mesh is None:
+        return None
+    return ContextParallel.from_group(mesh["cp"].get_group())
+
+
+def active_kernel() -> str:
+    """The block kernel that this process's config names."""
+    return getattr(active_config(), "kernel", AUTO)
