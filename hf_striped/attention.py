@@ -158,7 +158,9 @@ def ring_attention_backward(
 def _empty_result(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     shape = query.shape[:2]
-    return query.new_empty((*shape, value.shape[-1]), dtype=wide), query.new_empty(shape, dtype=wide)
+    return query.new_empty((*shape, value.shape[-1]), dtype=wide), query.new_empty(
+        shape, dtype=wide
+    )
 
 
 @ring_attention.register_fake

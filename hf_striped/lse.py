@@ -1,7 +1,7 @@
 """The one merge of partial attention results.
 
-    out: [tokens, heads, value_head_dim]   fp32 (fp64 for fp64 inputs)
-    lse: [tokens, heads]                   natural log, same type; -inf where no key was seen
+out: [tokens, heads, value_head_dim]   fp32 (fp64 for fp64 inputs)
+lse: [tokens, heads]                   natural log, same type; -inf where no key was seen
 """
 
 import torch

@@ -7,6 +7,7 @@ so dense, padded, batched and packed inputs differ only in `cu_seqlens`.
     spans:      the equal-length causal pieces of one ring step, in local indices
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -56,7 +57,7 @@ def block_spans(
     """
     excluded = int(key_rank > query_rank)
     spans = []
-    for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for begin, end in itertools.pairwise(bounds):
         key_start = _local_index(begin, cp_size, key_rank)
         query_start = key_start + excluded
         length = _local_index(end, cp_size, query_rank) - query_start
@@ -87,7 +88,7 @@ def cu_seqlens_from_starts(starts: Tensor) -> Tensor:
 
 def check_cu_seqlens(bounds: Sequence[int], row_length: int) -> None:
     """Raise `BatchError` unless `bounds` rise from 0 to `row_length`."""
-    ordered = all(a <= b for a, b in zip(bounds[:-1], bounds[1:], strict=True))
+    ordered = all(a <= b for a, b in itertools.pairwise(bounds))
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != row_length or not ordered:
         shown = list(bounds) if len(bounds) <= 8 else [*bounds[:4], "...", *bounds[-3:]]
         raise BatchError(

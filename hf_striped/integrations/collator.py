@@ -115,7 +115,9 @@ def stack_features(features: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     """
     keys = {tuple(sorted(feature)) for feature in features}
     if len(keys) != 1:
-        raise BatchError(f"All features of a batch must have the same keys; received {sorted(keys)}.")
+        raise BatchError(
+            f"All features of a batch must have the same keys; received {sorted(keys)}."
+        )
     batch = {}
     for key in features[0]:
         values = [torch.as_tensor(feature[key]) for feature in features]

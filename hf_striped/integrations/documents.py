@@ -17,7 +17,7 @@ from hf_striped.errors import BatchError, UnsupportedFeatureError
 
 # keys that describe documents; consumed here, replaced by one key on the striped batch
 DOCUMENT_KEYS = frozenset(
-    "attention_mask seq_idx cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k".split()
+    ["attention_mask", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"]
 )
 
 
@@ -99,7 +99,12 @@ def _explicit_starts(batch: Mapping, row_starts: Tensor) -> Tensor | None:
 def _starts_from_cu_seq_lens(key: str, cu_seq_lens: Tensor, row_starts: Tensor) -> Tensor:
     tokens = row_starts.numel()
     steps = cu_seq_lens.diff()
-    if len(cu_seq_lens) < 2 or cu_seq_lens[0] != 0 or cu_seq_lens[-1] != tokens or (steps < 0).any():
+    if (
+        len(cu_seq_lens) < 2
+        or cu_seq_lens[0] != 0
+        or cu_seq_lens[-1] != tokens
+        or (steps < 0).any()
+    ):
         raise BatchError(
             f"{key} must rise from 0 to the {tokens} tokens of the flattened batch; received "
             f"{cu_seq_lens.tolist()[:8]} ending in {cu_seq_lens.tolist()[-1:]}. "

@@ -25,9 +25,23 @@ CU_SEQLENS_KEY = "striped_cu_seqlens"
 
 # what models pass down to attention that changes nothing in it
 _HARMLESS = frozenset(
-    "position_ids position_embeddings cache past_key_values past_key_value cache_position use_cache "
-    "layer_idx return_dict num_items_in_batch labels shift_labels logits_to_keep "
-    "output_hidden_states output_router_logits".split()
+    [
+        "position_ids",
+        "position_embeddings",
+        "cache",
+        "past_key_values",
+        "past_key_value",
+        "cache_position",
+        "use_cache",
+        "layer_idx",
+        "return_dict",
+        "num_items_in_batch",
+        "labels",
+        "shift_labels",
+        "logits_to_keep",
+        "output_hidden_states",
+        "output_router_logits",
+    ]
 )
 
 
@@ -88,7 +102,9 @@ def striped_ring_attention_forward(
         )
     _refuse("sliding_window", sliding_window)
     _refuse("position_bias", position_bias)
-    _refuse("attention dropout in training (attention_dropout in the model's config)", dropout or None)
+    _refuse(
+        "attention dropout in training (attention_dropout in the model's config)", dropout or None
+    )
     _check_causal_self_attention(module, is_causal, attention_mask)
     _check_stripe(query, striped_cu_seqlens, cp)
     if torch.is_autocast_enabled(query.device.type):

@@ -1,0 +1,26 @@
+"""Settings and fixtures of the whole suite."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+from tests.ranks import RankPool
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """The session's pool of rank processes: `ranks.run(world, function, *args)`."""
+    pool = RankPool()
+    yield pool
+    pool.remove()
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """Each test starts from the same seed."""
+    torch.manual_seed(0)
