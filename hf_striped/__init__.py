@@ -15,6 +15,7 @@ from hf_striped.integrations import trainer as _trainer
 from hf_striped.integrations import transformers as _transformers
 from hf_striped.integrations.accelerate import StripedParallelismConfig
 from hf_striped.integrations.collator import StripedDataCollator
+from hf_striped.integrations.trainer import StripedTrainer, StripedTrainerMixin
 from hf_striped.striping import stripe, unstripe
 
 __all__ = [
@@ -24,6 +25,8 @@ __all__ = [
     "StripedDataCollator",
     "StripedError",
     "StripedParallelismConfig",
+    "StripedTrainer",
+    "StripedTrainerMixin",
     "UnsupportedFeatureError",
     "stripe",
     "striped_ring_attention",

@@ -73,7 +73,7 @@ class RankPool:
 
     def _start_rank(self) -> None:
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+        process = self._context.Process(target=_serve, args=(theirs,))  # may have workers
         process.start()
         theirs.close()
         self._ranks.append((process, ours))

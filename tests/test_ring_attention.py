@@ -172,14 +172,15 @@ def test_a_process_outside_the_group_is_refused(ranks):
 
 def traffic(rank, world):
     """The largest number of remote K/V buffers alive at once, and the elements sent in a forward."""
-    alive, most, sent = weakref.WeakSet(), [0], [0]
+    received_blocks, most, sent = [], [0], [0]
     start = hf_striped.ring.start_shift
 
     def counted(cp, tensor, received=None):
         shift = start(cp, tensor, received)
-        alive.add(shift._tensors[1])
+        received_blocks.append(weakref.ref(shift._tensors[1]))
         sent[0] += tensor.numel()
         gc.collect()
+        alive = {id(block()) for block in received_blocks if block() is not None}
         most[0] = max(most[0], len(alive))
         return shift
 

@@ -1,8 +1,8 @@
 """The context-parallel group inside Accelerate: a mesh dimension, with no patch of the library.
 
-`cp_size` tells Trainer and Accelerate the truth about the mesh (batch sizes, who gets the same rows);
-`cp_enabled` stays False, since it switches on Accelerate's own context parallelism, which shards the
-batch once more.
+The base field `cp_size` stays 1: above 1 Accelerate's own context parallelism would shard the batch once
+more, and the Trainer would divide its count of supervised tokens by it, as if each rank held whole rows.
+With 1 the Trainer adds up what each rank counts on its stripe: docs/explanation/loss.md.
 """
 
 import os
@@ -55,12 +55,7 @@ class StripedParallelismConfig(ParallelismConfig):
             )
         self.kernel = kernel
         self.context_parallel_size = _positive_size(context_parallel_size)
-        self._set_size("cp", self.context_parallel_size)
-
-    @property
-    def cp_enabled(self) -> bool:
-        """Whether Accelerate's own context parallelism is on: never."""
-        return False
+        self._sizes["cp"] = self.context_parallel_size
 
     @property
     def striped(self) -> bool:
@@ -78,6 +73,14 @@ class StripedParallelismConfig(ParallelismConfig):
     @property
     def dp_cp_dim_names(self) -> list[str]:
         return [*super().dp_cp_dim_names, *self._cp_dim_names]
+
+    @property
+    def total_size(self) -> int:
+        return super().total_size * self.context_parallel_size
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        return super().non_data_parallel_size * self.context_parallel_size
 
     @property
     def _cp_dim_names(self) -> list[str]:

@@ -1,18 +1,20 @@
-"""What a plain Trainer needs beyond the collator: loss and counts that hold over a context-parallel group.
+"""What a plain Trainer needs beyond the collator: a loss that holds over a context-parallel group.
 
 Two hooks on the model, put there by a default callback, patch no method of any library:
-- the Trainer divides its count of supervised tokens by the number of ranks that hold the same rows,
-  as if each held them whole; over stripes the ranks' counts add up to the right one;
-- in evaluation every rank of a group must report the group's loss, or the last uneven batch is
-  weighted wrongly when the Trainer gathers one loss a rank.
+- a count of supervised tokens that is this rank's own (average_tokens_across_devices=False) becomes
+  the mean over the group, so that the mean of the ranks' losses is the group's;
+- in evaluation the Trainer gathers one loss a rank and row, and cuts the last batch's to the rows that
+  remain: every rank of a group reports the group's loss, and the rows are counted once a rank.
 """
 
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.data_loader import DataLoaderShard
+from accelerate.state import GradientState
 from torch import Tensor
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import DEFAULT_CALLBACKS
 
 from hf_striped.context import ContextParallel
@@ -32,14 +34,14 @@ class StripedTrainerCallback(TrainerCallback):
 
 
 def share_token_count(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]):
-    """Before a striped forward pass: `num_items_in_batch` becomes the sum over the group."""
+    """Before a striped forward pass: `num_items_in_batch` becomes the mean over the group."""
     cp = active_context()
     count = kwargs.get("num_items_in_batch")
     if cp is None or count is None or CU_SEQLENS_KEY not in kwargs:
         return None
     device = kwargs[CU_SEQLENS_KEY].device
     count = torch.as_tensor(count, dtype=torch.float64, device=device)
-    return args, {**kwargs, "num_items_in_batch": _group_sum(cp, count)}
+    return args, {**kwargs, "num_items_in_batch": _group_sum(cp, count) / cp.size}
 
 
 def share_loss(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], output: Any):
@@ -59,16 +61,40 @@ def share_loss(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], out
         loss = torch.where(local > 0, loss, torch.zeros_like(loss)) * share * cp.size
     if not module.training:
         loss = _group_sum(cp, loss.detach()) / cp.size
+        _count_remaining_rows_on_each_rank(cp)
     if not isinstance(output, dict):
         return (loss, *output[1:])
     output["loss"] = loss
     return output
 
 
+def _count_remaining_rows_on_each_rank(cp: ContextParallel) -> None:
+    """In the last batch, of which Accelerate keeps `remainder` gathered rows: keep them of every rank."""
+    loader = GradientState().active_dataloader
+    if isinstance(loader, DataLoaderShard) and loader.end_of_dataloader and loader.remainder > 0:
+        loader.remainder = loader.total_dataset_length % loader.total_batch_size * cp.size
+
+
 def _group_sum(cp: ContextParallel, value: Tensor) -> Tensor:
     total = value.clone()
     dist.all_reduce(total, group=cp.group)
     return total
+
+
+class StripedTrainerMixin:
+    """For a Trainer class: reports that a plain Trainer gets wrong by a factor of the group's size.
+
+    Put it before the Trainer class: `class MyTrainer(StripedTrainerMixin, SFTTrainer)`.
+    """
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """Rows an optimizer step takes: a group's ranks share theirs."""
+        cp = active_context()
+        return super().get_total_train_batch_size(args) // (cp.size if cp is not None else 1)
+
+
+class StripedTrainer(StripedTrainerMixin, Trainer):
+    """A Trainer whose total batch size and samples a second count rows, not ranks."""
 
 
 def register() -> None:
