@@ -1,22 +1,16 @@
-"""Striped ring attention as one differentiable operator: ring, kernels and merge composed.
+"""Striped ring attention as a function of this rank's stripe: what is checked, and the one operator.
 
-    query: [batch, query_heads, local_seq, head_dim]         public
-    query: [batch * local_seq, query_heads, head_dim]        inside ("row" layout)
-
-The ring is two opaque torch custom ops (forward and backward), so that autograd, checkpointing and
-torch.compile see one node a layer. The steps of the backward are numbered in docs/explanation/striping.md.
+query: [batch, query_heads, local_seq, head_dim]
 """
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hf_striped.context import ContextParallel
-from hf_striped.errors import BatchError, UnsupportedFeatureError
+from hf_striped.errors import BatchError
 from hf_striped.kernels import AUTO, choose_kernel
-from hf_striped.lse import merge_partial_
-from hf_striped.packing import block_spans, check_cu_seqlens, dense_cu_seqlens
-from hf_striped.ring import pack_pair, rotate_key_value, start_shift, unpack_pair
+from hf_striped.packing import check_cu_seqlens, dense_cu_seqlens
+from hf_striped.ring_op import ring_attention
 
 
 def striped_ring_attention(
@@ -44,9 +38,11 @@ def striped_ring_attention(
         scale: factor of the scores; default `head_dim ** -0.5`.
         cu_seqlens: int32 `[documents + 1]`, the documents' bounds in the *global* flattened row of
             `batch * local_seq * P` tokens. Default: each row of the batch is one document.
-        sliding_window: not supported yet, refused.
-        softcap: not supported yet, refused.
-        sinks: not supported yet, refused.
+        sliding_window: keys a query sees, its own included; default all. Counted in tokens of its
+            document, on whatever rank they are.
+        softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2); default none.
+        sinks: `[query_heads]`, one learned score a head that takes part in the softmax with no value
+            (gpt-oss); default none. Its gradient is this rank's share: the ranks' shares add up.
         return_lse: also return the log-sum-exp of each query's scores.
         kernel: a name in `hf_striped.kernels.KERNELS`, or "auto".
 
@@ -57,136 +53,32 @@ def striped_ring_attention(
 
     Raises:
         BatchError: shapes, types or `cu_seqlens` that do not fit together.
-        UnsupportedFeatureError: a feature named above as refused.
         KernelUnavailableError: the kernel cannot run here.
         ConfigurationError: this process is not a member of `group`.
 
     Source: Striped Attention, arXiv 2311.09431; Ring Attention, arXiv 2310.01889.
     """
-    for name, asked in (
-        ("sliding_window", sliding_window),
-        ("softcap", softcap),
-        ("sinks", sinks),
-    ):
-        if asked is not None:
-            raise UnsupportedFeatureError(
-                f"striped_ring_attention does not support {name} yet; received {name}={asked}. "
-                f"Pass {name}=None, or use a model without it."
-            )
     _check_shapes(query, key, value)
     cp = ContextParallel.from_group(group)
     batch, _, local_seq, head_dim = query.shape
     if cu_seqlens is None:
         cu_seqlens = dense_cu_seqlens(batch, local_seq * cp.size)
     check_cu_seqlens(cu_seqlens.tolist(), batch * local_seq * cp.size)
+    _check_rule(query, sliding_window, softcap, sinks)
     out, lse = ring_attention(
         *(_to_row(tensor) for tensor in (query, key, value)),
+        sinks,
         cu_seqlens,
         cp.group_name,
-        choose_kernel(kernel, query.device, query.dtype).name,
+        choose_kernel(kernel, query.device, query.dtype, softcap).name,
         head_dim**-0.5 if scale is None else scale,
+        sliding_window,
+        softcap,
     )
     out = out.unflatten(0, (batch, local_seq)).transpose(1, 2)
     if not return_lse:
         return out
     return out, lse.detach().unflatten(0, (batch, local_seq)).transpose(1, 2)
-
-
-@torch.library.custom_op("hf_striped::ring_attention", mutates_args=())
-def ring_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    group_name: str,
-    kernel: str,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """The forward ring over rows: `out` in the type of `query`, and `lse` `[tokens, heads]`."""
-    cp = ContextParallel.from_group_name(group_name)
-    block_kernel = choose_kernel(kernel, query.device, query.dtype)
-    bounds = cu_seqlens.tolist()
-    out, lse = _empty_result(query, value)
-    lse.fill_(-torch.inf)
-    out.zero_()
-    for step, k, v in rotate_key_value(cp, key, value):
-        spans = block_spans(bounds, cp.size, cp.rank, step.key_rank)
-        for block in block_kernel.forward(query, k, v, spans, scale):
-            merge_partial_(out[block.queries], lse[block.queries], block.out, block.lse)
-    return out.to(query.dtype), lse
-
-
-@torch.library.custom_op("hf_striped::ring_attention_backward", mutates_args=())
-def ring_attention_backward(
-    dout: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_seqlens: Tensor,
-    group_name: str,
-    kernel: str,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The backward ring: dq stays, dk and dv travel with their keys until they are home."""
-    cp = ContextParallel.from_group_name(group_name)
-    block_kernel = choose_kernel(kernel, query.device, query.dtype)
-    bounds = cu_seqlens.tolist()
-    wide = lse.dtype
-    dquery = torch.zeros_like(query, dtype=wide)
-    home = pack_pair(key, value, wide).zero_()  # dk and dv of this rank's own keys
-    incoming = None
-    for step, k, v in rotate_key_value(cp, key, value):
-        block_dkv = home if step.index == 0 else torch.zeros_like(home)
-        dkey, dvalue = unpack_pair(block_dkv, key, value)
-        spans = block_spans(bounds, cp.size, cp.rank, step.key_rank)
-        for block in block_kernel.backward(dout, query, k, v, out, lse, spans, scale):
-            dquery[block.queries] += block.dquery
-            dkey[block.keys] += block.dkey
-            dvalue[block.keys] += block.dvalue
-        if step.index > 0:
-            if incoming is not None:
-                block_dkv += incoming.wait()
-            incoming = start_shift(cp, block_dkv)
-    if incoming is not None:
-        home += incoming.wait()
-    dkey, dvalue = unpack_pair(home, key, value)
-    return dquery.to(query.dtype), dkey.to(key.dtype, copy=True), dvalue.to(value.dtype, copy=True)
-
-
-def _empty_result(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    shape = query.shape[:2]
-    return query.new_empty((*shape, value.shape[-1]), dtype=wide), query.new_empty(
-        shape, dtype=wide
-    )
-
-
-@ring_attention.register_fake
-def _(query, key, value, cu_seqlens, group_name, kernel, scale):
-    out, lse = _empty_result(query, value)
-    return out.to(query.dtype), lse
-
-
-@ring_attention_backward.register_fake
-def _(dout, query, key, value, out, lse, cu_seqlens, group_name, kernel, scale):
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-
-
-def _save_for_backward(ctx, inputs, output):
-    query, key, value, cu_seqlens, *ctx.settings = inputs
-    out, lse = output
-    ctx.mark_non_differentiable(lse)
-    ctx.save_for_backward(query, key, value, out, lse, cu_seqlens)
-
-
-def _backward(ctx, dout, _):
-    gradients = ring_attention_backward(dout.contiguous(), *ctx.saved_tensors, *ctx.settings)
-    return *gradients, None, None, None, None
-
-
-ring_attention.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 def _to_row(tensor: Tensor) -> Tensor:
@@ -214,4 +106,20 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise BatchError(
             "query and key must have the same head_dim, and query_heads must be a multiple of key_heads; "
             f"received {shapes}."
+        )
+
+
+def _check_rule(
+    query: Tensor, sliding_window: int | None, softcap: float | None, sinks: Tensor | None
+) -> None:
+    if sliding_window is not None and sliding_window < 1:
+        raise BatchError(
+            "sliding_window counts the keys a query sees, its own included, so it is at least 1; received "
+            f"{sliding_window}. Pass None for no window."
+        )
+    if softcap is not None and not softcap > 0:
+        raise BatchError(f"softcap must be positive; received {softcap}. Pass None for none.")
+    if sinks is not None and tuple(sinks.shape) != query.shape[1:2]:
+        raise BatchError(
+            f"sinks must be [query_heads] = [{query.shape[1]}]; received {tuple(sinks.shape)}."
         )

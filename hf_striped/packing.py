@@ -66,6 +66,22 @@ def block_spans(
     return tuple(spans)
 
 
+def block_window(sliding_window: int, cp_size: int, query_rank: int, key_rank: int) -> int:
+    """How many keys before its own a query of a span still sees, of those in this ring step.
+
+    Args:
+        sliding_window: keys a query sees in all, its own included; at least 1.
+        cp_size: number of ranks.
+        query_rank: the rank whose queries are used.
+        key_rank: the rank whose keys are used.
+
+    Returns:
+        The window to the left of the span's diagonal; negative where the step holds no pair at all
+        (from the `sliding_window`-th ring step on).
+    """
+    return (sliding_window - 1 - (query_rank - key_rank) % cp_size) // cp_size
+
+
 def dense_cu_seqlens(batch_size: int, seq_len: int) -> Tensor:
     """`cu_seqlens` of a batch in which each row is one document."""
     return torch.arange(batch_size + 1, dtype=torch.int32) * seq_len

@@ -21,21 +21,21 @@ class RingStep(NamedTuple):
     key_rank: int
 
 
-def ring_schedule(size: int, rank: int) -> Iterator[RingStep]:
-    """The steps of `rank` in a ring of `size` ranks, its own keys first."""
-    for index in range(size):
+def ring_schedule(size: int, rank: int, steps: int | None = None) -> Iterator[RingStep]:
+    """The first `steps` steps (default all) of `rank` in a ring of `size` ranks, its own keys first."""
+    for index in range(size if steps is None else steps):
         yield RingStep(index, (rank - index) % size)
 
 
 class Shift:
-    """One tensor on its way to the next rank while another arrives from the previous one."""
+    """One tensor on its way along the ring while another arrives from as far the other way."""
 
-    def __init__(self, cp: ContextParallel, sent: Tensor, received: Tensor):
+    def __init__(self, cp: ContextParallel, sent: Tensor, received: Tensor, distance: int):
         self._tensors = (sent, received)  # alive until both transfers have ended
         self._works = dist.batch_isend_irecv(
             [
-                dist.P2POp(dist.isend, sent, cp.neighbour(+1), cp.group),
-                dist.P2POp(dist.irecv, received, cp.neighbour(-1), cp.group),
+                dist.P2POp(dist.isend, sent, cp.neighbour(+distance), cp.group),
+                dist.P2POp(dist.irecv, received, cp.neighbour(-distance), cp.group),
             ]
         )
 
@@ -46,12 +46,14 @@ class Shift:
         return self._tensors[1]
 
 
-def start_shift(cp: ContextParallel, tensor: Tensor, received: Tensor | None = None) -> Shift:
-    """Send `tensor` to the next rank and receive one of the same shape from the previous rank.
+def start_shift(
+    cp: ContextParallel, tensor: Tensor, received: Tensor | None = None, distance: int = 1
+) -> Shift:
+    """Send `tensor` `distance` ranks on, and receive one of its shape from `distance` ranks back.
 
     Neither tensor may be written before `Shift.wait`.
     """
-    return Shift(cp, tensor, torch.empty_like(tensor) if received is None else received)
+    return Shift(cp, tensor, torch.empty_like(tensor) if received is None else received, distance)
 
 
 def pack_pair(first: Tensor, second: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -65,9 +67,9 @@ def unpack_pair(buffer: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, 
 
 
 def rotate_key_value(
-    cp: ContextParallel, key: Tensor, value: Tensor
+    cp: ContextParallel, key: Tensor, value: Tensor, steps: int
 ) -> Iterator[tuple[RingStep, Tensor, Tensor]]:
-    """Yield every rank's keys and values in ring order, the next in flight while one is used.
+    """Yield the keys and values of `steps` ranks in ring order, the next in flight while one is used.
 
     At most two remote blocks are alive: the one that is used and the one that arrives.
 
@@ -75,14 +77,15 @@ def rotate_key_value(
         cp: the context-parallel group.
         key: this rank's keys `[local_tokens, key_heads, head_dim]`.
         value: this rank's values `[local_tokens, key_heads, value_head_dim]`.
+        steps: ring steps that hold a pair, from 1 (this rank's own keys) to `cp.size`.
     """
-    if cp.size == 1:
-        yield RingStep(0, 0), key, value
+    if steps == 1:
+        yield RingStep(0, cp.rank), key, value
         return
     buffer = pack_pair(key, value)
     spare: Tensor | None = None
-    for step in ring_schedule(cp.size, cp.rank):
-        shift = start_shift(cp, buffer, spare) if step.index + 1 < cp.size else None
+    for step in ring_schedule(cp.size, cp.rank, steps):
+        shift = start_shift(cp, buffer, spare) if step.index + 1 < steps else None
         yield step, *unpack_pair(buffer, key, value)
         if shift is not None:
             buffer, spare = shift.wait(), buffer

@@ -7,9 +7,21 @@ from hypothesis import strategies as st
 
 from hf_striped import KernelUnavailableError
 from hf_striped.kernels import KERNELS, choose_kernel
+from hf_striped.kernels import cpu as cpu_module
+from hf_striped.kernels import reference as reference_module
+from hf_striped.kernels.base import ScoreRule
 from hf_striped.packing import block_spans
 from tests.tolerances import assert_gradients_equal, assert_outputs_equal
 
+RULE = ScoreRule(0.3)
+RULES = {
+    "plain": RULE,
+    "own key only": ScoreRule(0.3, window_left=0),
+    "window": ScoreRule(0.3, window_left=3),
+    "window beyond the sequence": ScoreRule(0.3, window_left=100),
+    "softcap": ScoreRule(0.3, softcap=0.5),
+    "softcap in a window": ScoreRule(0.3, softcap=0.5, window_left=2),
+}
 CPU = torch.device("cpu")
 SETTINGS = {
     "dense": ([0, 24], 2, 1, 0),
@@ -47,50 +59,61 @@ def summed(pieces, *like):
     return totals
 
 
-def plain_attention(query, key, value, spans, scale):
+def plain_attention(query, key, value, spans, rule):
     """Attention over the allowed pairs of the spans by one masked softmax, for autograd."""
     allowed = torch.zeros(len(query), len(key), dtype=torch.bool)
     for span in spans:
-        allowed[span.queries, span.keys] = torch.ones(span.length, span.length).tril().bool()
+        ones = torch.ones(span.length, span.length).tril()
+        left = span.length if rule.window_left is None else rule.window_left
+        allowed[span.queries, span.keys] = ones.triu(-left).bool()
     groups = query.shape[1] // key.shape[1]
-    scores = torch.einsum("qhd,khd->qhk", query, key.repeat_interleave(groups, 1)) * scale
+    scores = torch.einsum("qhd,khd->qhk", query, key.repeat_interleave(groups, 1)) * rule.scale
+    if rule.softcap is not None:
+        scores = rule.softcap * (scores / rule.softcap).tanh()
     scores = scores.masked_fill(~allowed[:, None], -torch.inf)
     weights = scores.softmax(-1).nan_to_num()
     return torch.einsum("qhk,khd->qhd", weights, value.repeat_interleave(groups, 1))
 
 
+@pytest.fixture(params=[2, 256], ids=["tiles of 2", "one tile"])
+def tile_size(request, monkeypatch):
+    """Tests run on sequences of a few tokens: cut them as long ones are cut."""
+    monkeypatch.setattr(reference_module, "TILE", request.param)
+    monkeypatch.setattr(cpu_module, "TILE", request.param)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_reference_equals_autograd_through_a_masked_softmax(name):
+def test_the_reference_equals_autograd_through_a_masked_softmax(name, rule, tile_size):
     bounds, cp_size, query_rank, key_rank = SETTINGS[name]
     spans = block_spans(bounds, cp_size, query_rank, key_rank)
     query, key, value = (t.requires_grad_() for t in block(bounds, cp_size))
-    expected = plain_attention(query, key, value, spans, 0.3)
+    expected = plain_attention(query, key, value, spans, rule)
     dout = torch.randn_like(expected)
     gradients = torch.autograd.grad(expected, (query, key, value), dout, allow_unused=True)
     kernel = KERNELS["reference"]
-    out, lse = whole(kernel.forward(query, key, value, spans, 0.3), query)
+    out, lse = whole(kernel.forward(query, key, value, spans, rule), query)
     if spans:
         assert_outputs_equal(out, expected.detach())
-    found = summed(
-        kernel.backward(dout, query, key, value, out, lse, spans, 0.3), query, key, value
-    )
-    for actual, wanted in zip(found, gradients, strict=True):
+    pieces = kernel.backward(dout, query, key, value, out, lse, spans, rule)
+    for actual, wanted in zip(summed(pieces, query, key, value), gradients, strict=True):
         assert_gradients_equal(actual.detach(), wanted)
 
 
+@pytest.mark.parametrize("rule", [r for r in RULES.values() if r.softcap is None])
 @pytest.mark.parametrize("value_head_dim", [8, 4, 16])
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_cpu_kernel_equals_the_reference(name, key_heads, value_head_dim):
+def test_the_cpu_kernel_equals_the_reference(name, key_heads, value_head_dim, rule, tile_size):
     bounds, cp_size, query_rank, key_rank = SETTINGS[name]
     spans = block_spans(bounds, cp_size, query_rank, key_rank)
     query, key, value = block(bounds, cp_size, key_heads=key_heads, value_head_dim=value_head_dim)
     found = {}
     for kernel in (KERNELS["reference"], KERNELS["cpu"]):
-        out, lse = whole(kernel.forward(query, key, value, spans, 0.3), query)
+        out, lse = whole(kernel.forward(query, key, value, spans, rule), query)
         # the global lse is at least the block's: half as much weight on every pair
         dout = torch.ones_like(out) if not found else found["reference"][2]
-        pieces = kernel.backward(dout, query, key, value, out, lse + 0.7, spans, 0.3)
+        pieces = kernel.backward(dout, query, key, value, out, lse + 0.7, spans, rule)
         found[kernel.name] = out, lse, dout, summed(pieces, query, key, value)
     assert_outputs_equal(found["cpu"][0], found["reference"][0])
     assert_outputs_equal(found["cpu"][1], found["reference"][1])
@@ -103,13 +126,15 @@ def test_the_cpu_kernel_equals_the_reference(name, key_heads, value_head_dim):
     cuts=st.lists(st.integers(0, 60), max_size=6),
     ranks=st.tuples(st.integers(0, 3), st.integers(0, 3)),
     head_dim=st.sampled_from([1, 3, 64]),
+    window_left=st.one_of(st.none(), st.integers(0, 20)),
 )
-def test_the_cpu_kernel_equals_the_reference_for_any_documents(cuts, ranks, head_dim):
+def test_the_cpu_kernel_equals_the_reference_for_any_documents(cuts, ranks, head_dim, window_left):
+    rule = ScoreRule(0.2, window_left=window_left)
     bounds = [0, *sorted(cuts), 60]
     spans = block_spans(bounds, 4, *ranks)
     query, key, value = block(bounds, 4, head_dim=head_dim, value_head_dim=head_dim)
     results = [
-        whole(KERNELS[name].forward(query, key, value, spans, 0.2), query)
+        whole(KERNELS[name].forward(query, key, value, spans, rule), query)
         for name in ("cpu", "reference")
     ]
     if spans:
@@ -119,6 +144,12 @@ def test_the_cpu_kernel_equals_the_reference_for_any_documents(cuts, ranks, head
 
 def test_the_automatic_choice_on_a_cpu_is_the_cpu_kernel():
     assert choose_kernel("auto", CPU, torch.float32).name == "cpu"
+
+
+def test_a_softcap_on_a_cpu_is_computed_by_the_reference():
+    assert choose_kernel("auto", CPU, torch.float32, softcap=30.0).name == "reference"
+    with pytest.raises(KernelUnavailableError, match="has no softcap"):
+        choose_kernel("cpu", CPU, torch.float32, softcap=30.0)
 
 
 def test_an_unknown_kernel_is_refused_with_the_valid_names():

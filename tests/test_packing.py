@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_striped import BatchError
-from hf_striped.packing import block_spans, check_cu_seqlens, cu_seqlens_from_starts
+from hf_striped.packing import block_spans, block_window, check_cu_seqlens, cu_seqlens_from_starts
 
 
 @st.composite
@@ -35,6 +35,34 @@ def test_the_spans_of_all_steps_are_exactly_the_allowed_pairs(row):
                     )
                     for i in range(span.length)
                     for j in range(i + 1)
+                ]
+    assert len(computed) == len(set(computed))
+    assert set(computed) == allowed
+
+
+@given(packed_rows(), st.integers(1, 40))
+def test_a_sliding_window_is_one_number_a_step(row, window):
+    cp_size, bounds = row
+    allowed = {
+        (q, k)
+        for a, b in pairwise(bounds)
+        for q in range(a, b)
+        for k in range(max(a, q - window + 1), q + 1)
+    }
+    computed = []
+    for query_rank in range(cp_size):
+        for index in range(min(cp_size, window)):
+            key_rank = (query_rank - index) % cp_size
+            left = block_window(window, cp_size, query_rank, key_rank)
+            assert left >= 0
+            for span in block_spans(bounds, cp_size, query_rank, key_rank):
+                computed += [
+                    (
+                        (span.query_start + i) * cp_size + query_rank,
+                        (span.key_start + j) * cp_size + key_rank,
+                    )
+                    for i in range(span.length)
+                    for j in range(max(0, i - left), i + 1)
                 ]
     assert len(computed) == len(set(computed))
     assert set(computed) == allowed

@@ -13,7 +13,6 @@ import hf_striped.ring
 from hf_striped import (
     BatchError,
     ConfigurationError,
-    UnsupportedFeatureError,
     stripe,
     striped_ring_attention,
     unstripe,
@@ -50,30 +49,44 @@ def inputs(name, cp_size):
     return *tensors, torch.tensor([0, *[min(c, batch * seq) for c in cuts], batch * seq])
 
 
-def one_process(query, key, value, dout, cu_seqlens, scale):
+def one_process(
+    query, key, value, dout, cu_seqlens, scale, sliding_window=None, softcap=None, sinks=None
+):
     """Dense masked softmax over the flattened row, by autograd."""
     batch, heads, seq, _ = query.shape
     tokens = torch.arange(batch * seq)
     bounds = torch.arange(batch + 1) * seq if cu_seqlens is None else cu_seqlens
     document = torch.bucketize(tokens, bounds[1:], right=True)
     allowed = (document[:, None] == document) & (tokens[:, None] >= tokens)
+    if sliding_window is not None:
+        allowed &= tokens[:, None] - tokens < sliding_window
     leaves = [t.clone().requires_grad_() for t in (query, key, value)]
     rows = [t.transpose(1, 2).flatten(0, 1).transpose(0, 1) for t in leaves]
     rows = [rows[0], *(r.repeat_interleave(heads // len(r), 0) for r in rows[1:])]
-    scores = (rows[0] @ rows[1].mT * scale).masked_fill(~allowed, -torch.inf)
+    scores = rows[0] @ rows[1].mT * scale
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    scores = scores.masked_fill(~allowed, -torch.inf)
+    if sinks is not None:
+        leaves.append(sinks.clone().requires_grad_())
+        column = leaves[-1][:, None, None].expand(-1, len(tokens), 1)
+        scores = torch.cat([scores, column], -1)
+        rows[2] = torch.cat([rows[2], torch.zeros_like(rows[2][:, :1])], 1)
     out = (scores.softmax(-1) @ rows[2]).transpose(0, 1).unflatten(0, (batch, seq)).transpose(1, 2)
     lse = scores.logsumexp(-1).unflatten(1, (batch, seq)).transpose(0, 1)
     return out.detach(), lse.detach(), torch.autograd.grad(out, leaves, dout)
 
 
-def ring(rank, world, name, kernel):
+def ring(rank, world, name, kernel, options=None):
     *tensors, cu_seqlens = inputs(name, world)
     query, key, value, dout = (stripe(t, 2, world, rank).clone() for t in tensors)
     leaves = [t.requires_grad_() for t in (query, key, value)]
     group = dist.group.WORLD if world > 1 else None
-    out, lse = striped_ring_attention(
-        *leaves, group, scale=0.3, cu_seqlens=cu_seqlens, return_lse=True, kernel=kernel
-    )
+    options = {"scale": 0.3, "cu_seqlens": cu_seqlens, "kernel": kernel, **(options or {})}
+    if options.get("sinks") is not None:
+        leaves.append(options["sinks"].clone().requires_grad_())
+        options["sinks"] = leaves[-1]
+    out, lse = striped_ring_attention(*leaves[:3], group, return_lse=True, **options)
     once = torch.autograd.grad(out, leaves, dout, retain_graph=True)
     twice = torch.autograd.grad(out, leaves, dout)
     assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True))
@@ -94,6 +107,37 @@ def test_output_and_gradients_equal_one_process_and_again_on_a_second_backward( 
     assert_outputs_equal(found[1], lse)
     for actual, expected in zip(found[2:], gradients, strict=True):
         assert_gradients_equal(actual, expected)
+
+
+SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0, 1.0, -3.0], dtype=torch.float64)
+RULES = {
+    "window of the query alone": {"sliding_window": 1},
+    "window smaller than the ring": {"sliding_window": 2},
+    "window": {"sliding_window": 5},
+    "window beyond the sequence": {"sliding_window": 1000},
+    "softcap": {"softcap": 0.7},
+    "sinks": {"sinks": SINKS},
+    "softcap and sinks in a window": {"sliding_window": 3, "softcap": 0.7, "sinks": SINKS},
+}
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", ["dense", "packed", "one token a rank"])
+@pytest.mark.parametrize("rule", RULES)
+def test_windows_softcap_and_sinks_equal_one_process(ranks, rule, name, cp_size):
+    *tensors, cu_seqlens = inputs(name, cp_size)
+    options = dict(RULES[rule])
+    if "sinks" in options:
+        options["sinks"] = options["sinks"][: SHAPES[name][1]]
+    out, lse, gradients = one_process(*tensors, cu_seqlens, 0.3, **options)
+    results = ranks.run(cp_size, ring, name, "auto", options)
+    found = list(zip(*results, strict=True))
+    assert_outputs_equal(unstripe(found[0], 2), out)
+    assert_outputs_equal(unstripe(found[1], 2), lse)
+    for actual, expected in zip(found[2:5], gradients[:3], strict=True):
+        assert_gradients_equal(unstripe(actual, 2), expected)
+    if "sinks" in options:  # each rank has its own tokens' share
+        assert_gradients_equal(sum(found[5]), gradients[3])
 
 
 def default_scale(rank, world):
@@ -170,15 +214,15 @@ def test_a_process_outside_the_group_is_refused(ranks):
     ranks.run(3, other_group)
 
 
-def traffic(rank, world):
-    """The largest number of remote K/V buffers alive at once, and the elements sent in a forward."""
-    received_blocks, most, sent = [], [0], [0]
+def traffic(rank, world, sliding_window=None):
+    """The largest number of remote K/V buffers alive at once, and what a forward pass sends."""
+    received_blocks, most, sent = [], [0], []
     start = hf_striped.ring.start_shift
 
     def counted(cp, tensor, received=None):
         shift = start(cp, tensor, received)
         received_blocks.append(weakref.ref(shift._tensors[1]))
-        sent[0] += tensor.numel()
+        sent.append(tensor.numel())
         gc.collect()
         alive = {id(block()) for block in received_blocks if block() is not None}
         most[0] = max(most[0], len(alive))
@@ -188,24 +232,30 @@ def traffic(rank, world):
     try:
         *tensors, _ = inputs("dense", world)
         query, key, value, _ = (stripe(t, 2, world, rank) for t in tensors)
-        striped_ring_attention(query, key, value, dist.group.WORLD)
+        striped_ring_attention(query, key, value, dist.group.WORLD, sliding_window=sliding_window)
     finally:
         hf_striped.ring.start_shift = start
-    return most[0], sent[0], key.numel() + value.numel()
+    return most[0], sent, key.numel() + value.numel()
 
 
 def test_at_most_two_remote_blocks_are_alive_and_grouped_heads_travel_unexpanded(ranks):  # C20
     for most, sent, own in ranks.run(4, traffic):
         assert most == 2
-        assert sent == 3 * own
+        assert sent == [own] * 3
+
+
+@pytest.mark.parametrize(("window", "hops"), [(1, 0), (2, 1), (3, 2), (4, 3), (100, 3)])
+def test_keys_travel_no_further_than_the_last_rank_whose_window_reaches_them(ranks, window, hops):
+    for _, sent, own in ranks.run(4, traffic, window):
+        assert sent == [own] * hops
 
 
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"sliding_window": 4}, UnsupportedFeatureError, "sliding_window yet; received"),
-        ({"softcap": 2.0}, UnsupportedFeatureError, "softcap yet; received"),
-        ({"sinks": torch.zeros(2)}, UnsupportedFeatureError, "sinks yet; received"),
+        ({"sliding_window": 0}, BatchError, "at least 1; received 0"),
+        ({"softcap": 0.0}, BatchError, r"positive; received 0\.0"),
+        ({"sinks": torch.zeros(3)}, BatchError, r"\[query_heads\] = \[2\]; received \(3,\)"),
         ({"cu_seqlens": torch.tensor([0, 3])}, BatchError, r"= 4\); received \[0, 3\]"),
         ({"key": torch.zeros(1, 2, 3, 8)}, BatchError, "same batch and local_seq"),
         ({"key": torch.zeros(1, 2, 4, 6)}, BatchError, "same head_dim"),
@@ -236,5 +286,7 @@ def test_the_operators_pass_torchs_own_checks():
     rows = [
         t.transpose(1, 2).flatten(0, 1).contiguous().requires_grad_() for t in (query, key, value)
     ]
-    arguments = (*rows, torch.tensor([0, 6], dtype=torch.int32), "", "cpu", 0.3)
-    torch.library.opcheck(torch.ops.hf_striped.ring_attention.default, arguments)
+    bounds = torch.tensor([0, 6], dtype=torch.int32)
+    for sinks in (None, SINKS[:4].clone().requires_grad_()):
+        arguments = (*rows, sinks, bounds, "", "reference", 0.3, 4, 2.0)
+        torch.library.opcheck(torch.ops.hf_striped.ring_attention.default, arguments)

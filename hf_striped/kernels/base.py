@@ -18,6 +18,20 @@ from torch import Tensor
 from hf_striped.packing import Span
 
 
+class ScoreRule(NamedTuple):
+    """How the scores of a block are formed: cap * tanh(scale * q.k / cap), within a window.
+
+    Attributes:
+        scale: factor of the products.
+        softcap: the cap, or None for none.
+        window_left: how many keys before its own a query of a span sees, or None for all.
+    """
+
+    scale: float
+    softcap: float | None = None
+    window_left: int | None = None
+
+
 class BlockOutput(NamedTuple):
     """The normalised output and log-sum-exp of a run of queries."""
 
@@ -41,11 +55,13 @@ class BlockKernel(Protocol):
 
     name: str
 
-    def why_unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Why this kernel cannot run for `device` and `dtype` here, or None if it can."""
+    def why_unavailable(
+        self, device: torch.device, dtype: torch.dtype, softcap: float | None
+    ) -> str | None:
+        """Why this kernel cannot run for these tensors here, or None if it can."""
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, spans: Sequence[Span], scale: float
+        self, query: Tensor, key: Tensor, value: Tensor, spans: Sequence[Span], rule: ScoreRule
     ) -> Iterator[BlockOutput]:
         """Attention of each span, normalised over the keys of this block alone."""
 
@@ -58,6 +74,6 @@ class BlockKernel(Protocol):
         out: Tensor,
         lse: Tensor,
         spans: Sequence[Span],
-        scale: float,
+        rule: ScoreRule,
     ) -> Iterator[BlockGradients]:
         """The block's exact share of the gradients, given the *global* `out` and `lse`."""

@@ -1,6 +1,7 @@
 """Block attention by ATen's flash attention for CPU: exact, trains, grouped heads unexpanded.
 
-It takes one span a call, over views of the packed row: no copy, no padding.
+It takes one span a call, over views of the packed row: no copy, no padding. With a sliding window it
+takes the span in tiles of queries, each with the keys in reach and a mask of that size.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,9 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_striped.kernels.base import BlockGradients, BlockOutput
+from hf_striped.kernels.base import BlockGradients, BlockOutput, ScoreRule
+from hf_striped.kernels.tiles import tiles
 from hf_striped.packing import Span
 
+TILE = 128
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -20,30 +23,33 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 class CpuKernel:
     name = "cpu"
 
-    def why_unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
+    def why_unavailable(
+        self, device: torch.device, dtype: torch.dtype, softcap: float | None
+    ) -> str | None:
         if device.type != "cpu":
             return f"it runs on cpu tensors, and these are on {device.type}"
         if dtype not in _DTYPES:
             return f"it takes {', '.join(map(str, _DTYPES))}, and these are {dtype}"
+        if softcap is not None:
+            return "ATen's flash attention for CPU has no softcap"
         return None
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, spans: Sequence[Span], scale: float
+        self, query: Tensor, key: Tensor, value: Tensor, spans: Sequence[Span], rule: ScoreRule
     ) -> Iterator[BlockOutput]:
         head_dim, value_head_dim = query.shape[-1], value.shape[-1]
         width = max(head_dim, value_head_dim)
         query, key, value = (_widen(tensor, width) for tensor in (query, key, value))
-        for span in spans:
+        for queries, keys, mask in _pieces(spans, rule, query.dtype):
             out, lse = _forward(
-                _heads_first(query[span.queries]),
-                _heads_first(key[span.keys]),
-                _heads_first(value[span.keys]),
-                is_causal=True,
-                scale=scale,
+                _heads_first(query[queries]),
+                _heads_first(key[keys]),
+                _heads_first(value[keys]),
+                is_causal=mask is None,
+                attn_mask=mask,
+                scale=rule.scale,
             )
-            yield BlockOutput(
-                span.queries, _tokens_first(out)[..., :value_head_dim], lse.squeeze(0).T
-            )
+            yield BlockOutput(queries, _tokens_first(out)[..., :value_head_dim], lse.squeeze(0).T)
 
     def backward(
         self,
@@ -54,31 +60,48 @@ class CpuKernel:
         out: Tensor,
         lse: Tensor,
         spans: Sequence[Span],
-        scale: float,
+        rule: ScoreRule,
     ) -> Iterator[BlockGradients]:
         head_dim, value_head_dim = query.shape[-1], value.shape[-1]
         width = max(head_dim, value_head_dim)
         dout, query, key, value, out = (
             _widen(tensor, width) for tensor in (dout, query, key, value, out)
         )
-        for span in spans:
+        for queries, keys, mask in _pieces(spans, rule, query.dtype):
             dquery, dkey, dvalue = _backward(
-                _heads_first(dout[span.queries]),
-                _heads_first(query[span.queries]),
-                _heads_first(key[span.keys]),
-                _heads_first(value[span.keys]),
-                _heads_first(out[span.queries]),
-                lse[span.queries].T.unsqueeze(0),
+                _heads_first(dout[queries]),
+                _heads_first(query[queries]),
+                _heads_first(key[keys]),
+                _heads_first(value[keys]),
+                _heads_first(out[queries]),
+                lse[queries].T.unsqueeze(0),
                 0.0,
-                True,
-                scale=scale,
+                mask is None,
+                attn_mask=mask,
+                scale=rule.scale,
             )
             yield BlockGradients(
-                span.queries,
-                span.keys,
+                queries,
+                keys,
                 _tokens_first(dquery)[..., :head_dim],
                 _tokens_first(dkey)[..., :head_dim],
                 _tokens_first(dvalue)[..., :value_head_dim],
+            )
+
+
+def _pieces(
+    spans: Sequence[Span], rule: ScoreRule, dtype: torch.dtype
+) -> Iterator[tuple[slice, slice, Tensor | None]]:
+    """Queries, keys and additive mask of each call; no mask where plain causality is the rule."""
+    for span in spans:
+        if rule.window_left is None or rule.window_left >= span.length - 1:
+            yield span.queries, span.keys, None
+            continue
+        for queries, keys, hidden in tiles(span, rule.window_left, TILE):
+            yield (
+                queries,
+                keys,
+                torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf),
             )
 
 

@@ -1,6 +1,6 @@
-"""Block attention in plain PyTorch, to be checked by reading. Any device, any floating type.
+"""Block attention in plain PyTorch, to be checked by reading. Any device, type, window or softcap.
 
-It materialises the scores of one span: for tests and for types that no fast kernel takes.
+It works through tiles of queries, so that it holds the scores of a tile and never of a sequence.
 """
 
 from collections.abc import Iterator, Sequence
@@ -8,25 +8,32 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from hf_striped.kernels.base import BlockGradients, BlockOutput
+from hf_striped.kernels.base import BlockGradients, BlockOutput, ScoreRule
+from hf_striped.kernels.tiles import tiles
 from hf_striped.packing import Span
+
+TILE = 256
 
 
 class ReferenceKernel:
     name = "reference"
 
-    def why_unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
+    def why_unavailable(
+        self, device: torch.device, dtype: torch.dtype, softcap: float | None
+    ) -> str | None:
         return None
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, spans: Sequence[Span], scale: float
+        self, query: Tensor, key: Tensor, value: Tensor, spans: Sequence[Span], rule: ScoreRule
     ) -> Iterator[BlockOutput]:
         for span in spans:
-            scores = _causal_scores(query[span.queries], key[span.keys], scale)  # [heads, n, n]
-            lse = scores.logsumexp(-1)
-            values = _for_query_heads(value[span.keys], query.shape[1])
-            out = torch.einsum("hqk,khd->qhd", (scores - lse.unsqueeze(-1)).exp(), values)
-            yield BlockOutput(span.queries, out, lse.T)
+            for tile in tiles(span, rule.window_left, TILE, query.device):
+                scores = _scores(query[tile.queries], key[tile.keys], rule)
+                scores = scores.masked_fill(tile.hidden, -torch.inf)  # [heads, queries, keys]
+                lse = scores.logsumexp(-1)
+                values = _for_query_heads(value[tile.keys], query.shape[1])
+                out = torch.einsum("hqk,khd->qhd", (scores - lse.unsqueeze(-1)).exp(), values)
+                yield BlockOutput(tile.queries, out, lse.T)
 
     def backward(
         self,
@@ -37,26 +44,31 @@ class ReferenceKernel:
         out: Tensor,
         lse: Tensor,
         spans: Sequence[Span],
-        scale: float,
+        rule: ScoreRule,
     ) -> Iterator[BlockGradients]:
         heads = query.shape[1]
         for span in spans:
-            q, k, v = query[span.queries], key[span.keys], value[span.keys]
-            do, o = _wide(dout[span.queries]), _wide(out[span.queries])
-            probabilities = (_causal_scores(q, k, scale) - lse[span.queries].T.unsqueeze(-1)).exp()
-            dvalue = torch.einsum("hqk,qhd->khd", probabilities, do)
-            dprobabilities = torch.einsum("qhd,khd->hqk", do, _for_query_heads(v, heads))
-            delta = (do * o).sum(-1).T.unsqueeze(-1)  # [heads, n, 1]
-            dscores = probabilities * (dprobabilities - delta) * scale
-            dquery = torch.einsum("hqk,khd->qhd", dscores, _for_query_heads(k, heads))
-            dkey = torch.einsum("hqk,qhd->khd", dscores, _wide(q))
-            yield BlockGradients(
-                span.queries,
-                span.keys,
-                dquery,
-                _sum_per_key_head(dkey, k.shape[1]),
-                _sum_per_key_head(dvalue, v.shape[1]),
-            )
+            for tile in tiles(span, rule.window_left, TILE, query.device):
+                q, k, v = query[tile.queries], key[tile.keys], value[tile.keys]
+                do, o = _wide(dout[tile.queries]), _wide(out[tile.queries])
+                scores = _scores(q, k, rule)
+                weights = (scores - lse[tile.queries].T.unsqueeze(-1)).exp()
+                weights = weights.masked_fill(tile.hidden, 0.0)
+                dvalue = torch.einsum("hqk,qhd->khd", weights, do)
+                dweights = torch.einsum("qhd,khd->hqk", do, _for_query_heads(v, heads))
+                delta = (do * o).sum(-1).T.unsqueeze(-1)  # [heads, queries, 1]
+                dscores = weights * (dweights - delta) * rule.scale
+                if rule.softcap is not None:
+                    dscores *= 1 - (scores / rule.softcap).square()
+                dquery = torch.einsum("hqk,khd->qhd", dscores, _for_query_heads(k, heads))
+                dkey = torch.einsum("hqk,qhd->khd", dscores, _wide(q))
+                yield BlockGradients(
+                    tile.queries,
+                    tile.keys,
+                    dquery,
+                    _sum_per_key_head(dkey, k.shape[1]),
+                    _sum_per_key_head(dvalue, v.shape[1]),
+                )
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -71,8 +83,7 @@ def _sum_per_key_head(gradient: Tensor, key_heads: int) -> Tensor:
     return gradient.unflatten(1, (key_heads, -1)).sum(2)
 
 
-def _causal_scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
+def _scores(query: Tensor, key: Tensor, rule: ScoreRule) -> Tensor:
     keys = _for_query_heads(key, query.shape[1])
-    scores = torch.einsum("qhd,khd->hqk", _wide(query), keys) * scale
-    allowed = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).tril()
-    return scores.masked_fill(~allowed, -torch.inf)
+    scores = torch.einsum("qhd,khd->hqk", _wide(query), keys) * rule.scale
+    return scores if rule.softcap is None else rule.softcap * (scores / rule.softcap).tanh()
