@@ -56,6 +56,8 @@ class StripedParallelismConfig(ParallelismConfig):
         self.kernel = kernel
         self.context_parallel_size = _positive_size(context_parallel_size)
         self._sizes["cp"] = self.context_parallel_size
+        if "WORLD_SIZE" in os.environ:  # launched: fail before a model is loaded
+            self._check_process_count(int(os.environ["WORLD_SIZE"]))
 
     @property
     def striped(self) -> bool:
@@ -91,15 +93,20 @@ class StripedParallelismConfig(ParallelismConfig):
             self._complete_sizes(PartialState().num_processes)
         return super().get_device_mesh(device_type)
 
-    def _complete_sizes(self, num_processes: int) -> None:
-        """Check the sizes against the number of processes, and work out the data-parallel one."""
+    def _check_process_count(self, num_processes: int) -> None:
         context = self.context_parallel_size
         if num_processes % context:
             raise ConfigurationError(
                 "The number of processes must be a multiple of context_parallel_size; received "
                 f"{num_processes} process(es), context_parallel_size={context}. "
-                f"Launch with `accelerate launch --num_processes {context}` (or a multiple of it)."
+                f"Launch with `accelerate launch --num_processes {context}` (or a multiple of it); where there "
+                "are no GPUs add --multi_gpu, without which accelerate starts a single process."
             )
+
+    def _complete_sizes(self, num_processes: int) -> None:
+        """Check the sizes against the number of processes, and work out the data-parallel one."""
+        self._check_process_count(num_processes)
+        context = self.context_parallel_size
         if self.data_parallel_size == 1:
             fsdp = AcceleratorState._shared_state.get("distributed_type") == DistributedType.FSDP
             self._set_size("dp_shard" if fsdp else "dp_replicate", num_processes // context)

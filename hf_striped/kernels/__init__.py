@@ -8,13 +8,16 @@ import torch.distributed as dist
 from hf_striped.errors import KernelUnavailableError
 from hf_striped.kernels.base import BlockKernel
 from hf_striped.kernels.cpu import CpuKernel
+from hf_striped.kernels.cuda import CudaKernel
+from hf_striped.kernels.flash_attn import FlashAttnKernel
 from hf_striped.kernels.reference import ReferenceKernel
 
 logger = logging.getLogger(__name__)
 
 # in order of preference; `reference` is chosen only for what no fast kernel does (softcap)
 KERNELS: dict[str, BlockKernel] = {
-    kernel.name: kernel for kernel in (CpuKernel(), ReferenceKernel())
+    kernel.name: kernel
+    for kernel in (FlashAttnKernel(), CudaKernel(), CpuKernel(), ReferenceKernel())
 }
 AUTO = "auto"
 _logged: set[str] = set()

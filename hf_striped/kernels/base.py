@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hf_striped.packing import Span
 
@@ -77,3 +78,8 @@ class BlockKernel(Protocol):
         rule: ScoreRule,
     ) -> Iterator[BlockGradients]:
         """The block's exact share of the gradients, given the *global* `out` and `lse`."""
+
+
+def widen(tensor: Tensor, width: int) -> Tensor:
+    """Zero columns change no score and no other column: how differing head_dims share one kernel."""
+    return tensor if tensor.shape[-1] == width else pad(tensor, (0, width - tensor.shape[-1]))

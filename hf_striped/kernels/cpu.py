@@ -8,9 +8,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from hf_striped.kernels.base import BlockGradients, BlockOutput, ScoreRule
+from hf_striped.kernels.base import BlockGradients, BlockOutput, ScoreRule, widen
 from hf_striped.kernels.tiles import tiles
 from hf_striped.packing import Span
 
@@ -39,7 +38,7 @@ class CpuKernel:
     ) -> Iterator[BlockOutput]:
         head_dim, value_head_dim = query.shape[-1], value.shape[-1]
         width = max(head_dim, value_head_dim)
-        query, key, value = (_widen(tensor, width) for tensor in (query, key, value))
+        query, key, value = (widen(tensor, width) for tensor in (query, key, value))
         for queries, keys, mask in _pieces(spans, rule, query.dtype):
             out, lse = _forward(
                 _heads_first(query[queries]),
@@ -65,7 +64,7 @@ class CpuKernel:
         head_dim, value_head_dim = query.shape[-1], value.shape[-1]
         width = max(head_dim, value_head_dim)
         dout, query, key, value, out = (
-            _widen(tensor, width) for tensor in (dout, query, key, value, out)
+            widen(tensor, width) for tensor in (dout, query, key, value, out)
         )
         for queries, keys, mask in _pieces(spans, rule, query.dtype):
             dquery, dkey, dvalue = _backward(
@@ -103,11 +102,6 @@ def _pieces(
                 keys,
                 torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf),
             )
-
-
-def _widen(tensor: Tensor, width: int) -> Tensor:
-    """Zero columns change no score and no other column: how differing head_dims share one kernel."""
-    return tensor if tensor.shape[-1] == width else pad(tensor, (0, width - tensor.shape[-1]))
 
 
 def _heads_first(row: Tensor) -> Tensor:
