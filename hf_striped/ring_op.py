@@ -85,6 +85,7 @@ def ring_attention_backward(
         if step.index > 0:
             if incoming is not None:
                 block_dkv += incoming.wait()
+                incoming = None  # its buffers go before the next ones come
             last = step.index == steps - 1
             incoming = start_shift(cp, block_dkv, distance=-step.index if last else 1)
     if incoming is not None:

@@ -88,6 +88,48 @@ def test_a_loss_averaged_by_the_model_is_weighted_by_each_stripes_tokens(ranks):
         assert_same_run(run, reference)
 
 
+class BuildsItsModelLate(Trainer):
+    """A Trainer that gets its model from `model_init`, as a hyperparameter search does."""
+
+    def __init__(self, model, **kwargs):
+        super().__init__(model_init=lambda: tiny_llama(model.config._attn_implementation), **kwargs)
+        self.original = model
+
+    def train(self, *args, **kwargs):
+        super().train(*args, **kwargs)
+        self.original.load_state_dict(self.model.state_dict())
+
+
+def test_a_model_from_model_init_is_averaged_as_any_other(ranks):
+    rows = supervised_rows([3, 16, 9, 16, 5, 11], length=17)
+    options = {"trainer_class": BuildsItsModelLate, "average_tokens_across_devices": False}
+    reference = one_process(rows, **options)
+    for run in ranks.run(2, partial(train, **options), rows, 2):
+        assert_same_run(run, reference)
+
+
+def own_loss(outputs, labels, num_items_in_batch=None):
+    return outputs.logits.sum()
+
+
+class LosesLabels(Trainer):
+    def __init__(self, **kwargs):
+        super().__init__(compute_loss_func=own_loss, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("options", "received"),
+    [
+        ({"label_smoothing_factor": 0.1}, r"received label_smoothing_factor=0\.1"),
+        ({"trainer_class": LosesLabels}, "labels were taken out before the model was called"),
+    ],
+)
+def test_a_loss_computed_outside_the_model_is_refused_on_every_rank(ranks, options, received):
+    with pytest.raises(RankError, match=received) as caught:
+        ranks.run(2, partial(train, **options), token_rows(2, 8), 2)
+    assert caught.value.kinds == dict.fromkeys(range(2), "UnsupportedFeatureError")
+
+
 def packed_collator():
     from transformers import DataCollatorWithFlattening
 

@@ -18,6 +18,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import DEFAULT_CALLBACKS
 
 from hf_striped.context import ContextParallel
+from hf_striped.errors import UnsupportedFeatureError
 from hf_striped.integrations.accelerate import active_context
 from hf_striped.integrations.transformers import CU_SEQLENS_KEY
 
@@ -26,18 +27,41 @@ class StripedTrainerCallback(TrainerCallback):
     """Attaches the loss hooks to the model of every Trainer built while a group is active."""
 
     def on_init_end(self, args, state, control, model=None, **kwargs: Any) -> None:
-        if model is None or active_context() is None:
+        if active_context() is None:
             return
-        if share_token_count not in model._forward_pre_hooks.values():
-            model.register_forward_pre_hook(share_token_count, with_kwargs=True)
-            model.register_forward_hook(share_loss, with_kwargs=True)
+        if args.label_smoothing_factor:
+            _refuse_outside_loss(f"label_smoothing_factor={args.label_smoothing_factor}")
+        attach_loss_hooks(model)
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs: Any) -> None:
+        if active_context() is not None:  # `model_init` makes a new model for each run
+            attach_loss_hooks(model)
+
+
+def attach_loss_hooks(model: torch.nn.Module | None) -> None:
+    """Put the hooks on `model`, once."""
+    if model is not None and share_token_count not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(share_token_count, with_kwargs=True)
+        model.register_forward_hook(share_loss, with_kwargs=True)
+
+
+def _refuse_outside_loss(received: str) -> None:
+    raise UnsupportedFeatureError(
+        "On stripes the loss must be the model's own: label smoothing and compute_loss_func would shift the "
+        f"stripe's labels once more; received {received}. Leave label_smoothing_factor at 0 and "
+        "compute_loss_func unset."
+    )
 
 
 def share_token_count(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]):
     """Before a striped forward pass: `num_items_in_batch` becomes the mean over the group."""
     cp = active_context()
+    if cp is None or CU_SEQLENS_KEY not in kwargs:
+        return None
+    if kwargs.get("shift_labels") is not None and kwargs.get("labels") is None:
+        _refuse_outside_loss("a batch whose labels were taken out before the model was called")
     count = kwargs.get("num_items_in_batch")
-    if cp is None or count is None or CU_SEQLENS_KEY not in kwargs:
+    if count is None:
         return None
     device = kwargs[CU_SEQLENS_KEY].device
     count = torch.as_tensor(count, dtype=torch.float64, device=device)
@@ -51,7 +75,7 @@ def share_loss(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], out
     the stripe's share of supervised tokens. In evaluation the mean itself is returned, on every rank.
     """
     cp = active_context()
-    labels = kwargs.get("shift_labels", kwargs.get("labels"))
+    labels = kwargs.get("labels")
     if cp is None or labels is None or CU_SEQLENS_KEY not in kwargs:
         return None
     loss = output["loss"] if isinstance(output, dict) else output[0]
