@@ -15,6 +15,7 @@ from hf_striped.integrations import trainer as _trainer
 from hf_striped.integrations import transformers as _transformers
 from hf_striped.integrations.accelerate import StripedParallelismConfig
 from hf_striped.integrations.collator import StripedDataCollator
+from hf_striped.integrations.model import prepare_model
 from hf_striped.integrations.trainer import StripedTrainer, StripedTrainerMixin
 from hf_striped.striping import stripe, unstripe
 
@@ -28,6 +29,7 @@ __all__ = [
     "StripedTrainer",
     "StripedTrainerMixin",
     "UnsupportedFeatureError",
+    "prepare_model",
     "stripe",
     "striped_ring_attention",
     "unstripe",

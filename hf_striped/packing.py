@@ -7,8 +7,8 @@ so dense, padded, batched and packed inputs differ only in `cu_seqlens`.
     spans:      the equal-length causal pieces of one ring step, in local indices
 """
 
-import itertools
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -57,7 +57,7 @@ def block_spans(
     """
     excluded = int(key_rank > query_rank)
     spans = []
-    for begin, end in itertools.pairwise(bounds):
+    for begin, end in pairwise(bounds):
         key_start = _local_index(begin, cp_size, key_rank)
         query_start = key_start + excluded
         length = _local_index(end, cp_size, query_rank) - query_start
@@ -82,6 +82,18 @@ def block_window(sliding_window: int, cp_size: int, query_rank: int, key_rank: i
     return (sliding_window - 1 - (query_rank - key_rank) % cp_size) // cp_size
 
 
+def chunk_cu_seqlens(cu_seqlens: Tensor, chunk_size: int) -> Tensor:
+    """Cut each document into chunks of `chunk_size` tokens, counted from its start (Llama 4).
+
+    Args:
+        cu_seqlens: int32 `[documents + 1]`.
+        chunk_size: tokens of a chunk; attention does not cross its ends.
+    """
+    bounds = cu_seqlens.tolist()
+    cuts = [cut for begin, end in pairwise(bounds) for cut in range(begin, end, chunk_size)]
+    return cu_seqlens.new_tensor([*cuts, bounds[-1]])
+
+
 def dense_cu_seqlens(batch_size: int, seq_len: int) -> Tensor:
     """`cu_seqlens` of a batch in which each row is one document."""
     return torch.arange(batch_size + 1, dtype=torch.int32) * seq_len
@@ -104,7 +116,7 @@ def cu_seqlens_from_starts(starts: Tensor) -> Tensor:
 
 def check_cu_seqlens(bounds: Sequence[int], row_length: int) -> None:
     """Raise `BatchError` unless `bounds` rise from 0 to `row_length`."""
-    ordered = all(a <= b for a, b in itertools.pairwise(bounds))
+    ordered = all(a <= b for a, b in pairwise(bounds))
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != row_length or not ordered:
         shown = list(bounds) if len(bounds) <= 8 else [*bounds[:4], "...", *bounds[-3:]]
         raise BatchError(

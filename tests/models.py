@@ -21,14 +21,14 @@ def tiny_llama(attn_implementation: str = "striped_ring", dtype=torch.float32, *
 
 
 def tiny_model(config, attn_implementation: str = "striped_ring", dtype=torch.float32):
-    """A causal language model of `config` with weights from one seed."""
+    """A causal language model of `config` with weights from one seed, in training mode."""
     generator_state = torch.random.get_rng_state()
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(
         config, attn_implementation=attn_implementation, dtype=dtype
     )
     torch.random.set_rng_state(generator_state)
-    return model
+    return model.train()
 
 
 def token_rows(rows: int, length: int, seed: int = 0) -> list[dict]:

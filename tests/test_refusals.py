@@ -6,30 +6,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from transformers import Gemma2Config, GptOssConfig, MistralConfig
+from transformers import BloomConfig, Gemma2Config, GptOssConfig, Lfm2Config, MistralConfig
 
 from hf_striped import (
     ConfigurationError,
     StripedDataCollator,
     StripedParallelismConfig,
     UnsupportedFeatureError,
+    prepare_model,
 )
 from hf_striped.integrations.transformers import striped_ring_attention_forward
 from tests.documents import dense, random_documents
+from tests.model_zoo import shrink
 from tests.models import VOCABULARY, tiny_llama, tiny_model, token_rows
 from tests.ranks import RankError
 from tests.striped_model import already_batched, assert_equal_to_one_process
 from tests.tolerances import assert_outputs_equal
-
-TINY = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
 
 
 def call(module=None, mask=None, **arguments):
@@ -86,9 +78,6 @@ def one_step(rank, world, build_model, rows, inputs=None, striped=True):
     model(**batch, **(inputs or {})).logits.sum().backward()
 
 
-MISTRAL = partial(tiny_model, MistralConfig(**TINY, sliding_window=4))
-GEMMA2 = partial(tiny_model, Gemma2Config(**TINY))
-GPT_OSS = partial(tiny_model, GptOssConfig(**TINY, num_local_experts=2, num_experts_per_tok=1))
 MASK = {"attention_mask": torch.zeros(1, 1, 4, 4)}
 
 
@@ -96,9 +85,6 @@ MASK = {"attention_mask": torch.zeros(1, 1, 4, 4)}
     ("build_model", "inputs", "striped", "message"),
     [
         (partial(tiny_llama, attention_dropout=0.1), {}, True, "attention dropout in training"),
-        (MISTRAL, {}, True, "sliding_window"),
-        (GEMMA2, {}, True, "softcap"),
-        (GPT_OSS, {}, True, "attention sinks"),
         (tiny_llama, {"output_attentions": True}, True, "output_attentions"),
         (tiny_llama, MASK, True, "custom attention_mask"),
         (tiny_llama, {"attention_mask": torch.ones(1, 4)}, True, "carries no attention_mask"),
@@ -106,7 +92,7 @@ MASK = {"attention_mask": torch.zeros(1, 1, 4, 4)}
             tiny_llama,
             {},
             False,
-            r"every batch must be striped.*StripedDataCollator\(your_collator\)",
+            r"no 'striped_cu_seqlens'.*StripedDataCollator\(your_collator\)",
         ),
     ],
 )
@@ -134,12 +120,21 @@ def test_attention_dropout_is_nothing_in_evaluation(ranks):  # C19
         assert_outputs_equal(logits, plain[:, rank::2].detach())
 
 
-def ordinary_passes(rank, world, tokens):
+ORDINARY = {  # model, what it is compared with
+    "llama": (tiny_llama, "sdpa"),
+    "a window": (partial(tiny_model, shrink(MistralConfig)), "sdpa"),
+    "a softcap": (partial(tiny_model, shrink(Gemma2Config)), "eager"),
+    "sinks": (partial(tiny_model, shrink(GptOssConfig)), "eager"),
+}
+
+
+def ordinary_passes(rank, world, tokens, name):
     """An ordinary forward pass, a padded one and generation, while a group is active."""
     Accelerator(cpu=True, parallelism_config=StripedParallelismConfig(world))
     results = []
-    for implementation in ("striped_ring", "sdpa"):
-        model = tiny_llama(implementation).eval()
+    build_model, plain = ORDINARY[name]
+    for implementation in ("striped_ring", plain):
+        model = build_model(implementation).eval()
         mask = torch.ones_like(tokens)
         mask[0, :3] = 0
         with torch.no_grad():
@@ -163,9 +158,18 @@ def ordinary_passes(rank, world, tokens):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_without_stripes_the_attention_is_ordinary(ranks, world):
+@pytest.mark.parametrize("name", ORDINARY)
+def test_without_stripes_the_attention_is_ordinary(ranks, name, world):
     tokens = torch.tensor([row["input_ids"] for row in token_rows(2, 9)])
-    ranks.run(world, ordinary_passes, tokens)
+    ranks.run(world, ordinary_passes, tokens, name)
+
+
+def test_a_layer_that_mixes_tokens_without_attention_is_named_before_training():
+    model = tiny_model(shrink(Lfm2Config), "striped_ring")
+    with pytest.raises(UnsupportedFeatureError, match=r"Conv1d \(model\.layers\.0\.conv"):
+        prepare_model(model)
+    with pytest.raises(UnsupportedFeatureError, match="attention of its own"):
+        prepare_model(tiny_model(shrink(BloomConfig), "eager"))
 
 
 def test_a_striped_batch_without_its_group_is_refused():

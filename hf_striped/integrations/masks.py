@@ -3,21 +3,27 @@
 The mask is made at the top of the model, which cannot see whether the batch is striped. On stripes
 position_ids step by cp_size, and a mask built from them would cut every token off as its own document.
 So the request is kept, and attention either builds it (an ordinary batch) or checks that it asks for
-nothing but causality (a striped one). Queries that follow cached keys are never striped: built at once.
+nothing but causality, windows and chunks (a striped one). Queries that follow cached keys are never
+striped: built at once.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from transformers import masking_utils
 
 from hf_striped.errors import UnsupportedFeatureError
+from hf_striped.integrations.accelerate import active_context
 
-# mask functions that striped attention replaces exactly: causality, and documents by position
-_CAUSAL_PARTS = {
+_WINDOW = f"{masking_utils.sliding_window_overlay.__qualname__}.<locals>.inner_mask"
+_CHUNK = f"{masking_utils.chunked_overlay.__qualname__}.<locals>.inner_mask"
+# mask functions that striped attention replaces exactly
+_KNOWN_PARTS = {
+    _WINDOW,
+    _CHUNK,
     masking_utils.causal_mask_function.__qualname__,
     f"{masking_utils.and_masks.__qualname__}.<locals>.and_mask",
     f"{masking_utils.packed_sequence_mask_function.__qualname__}.<locals>.inner_mask",
@@ -36,13 +42,17 @@ class DeferredMask:
         """The mask that sdpa would use, built once for all layers."""
         return masking_utils.sdpa_mask(**self.arguments)
 
-    def check_causal(self) -> None:
-        """Raise `UnsupportedFeatureError` unless the mask is causal within documents and nothing else."""
-        parts = {part.__qualname__ for part in _parts(self.arguments["mask_function"])}
-        if unknown := parts - _CAUSAL_PARTS:
+    def local_rule(self) -> "LocalRule":
+        """What the mask asks for beyond causality within documents.
+
+        Raises:
+            UnsupportedFeatureError: anything but a sliding window or chunks.
+        """
+        parts = list(_parts(self.arguments["mask_function"]))
+        if unknown := {part.__qualname__ for part in parts} - _KNOWN_PARTS:
             raise UnsupportedFeatureError(
-                "A striped batch takes causal attention within documents only; the model asked for the "
-                f"mask rule(s) {sorted(unknown)}. Use a model without them, or "
+                "A striped batch takes causal attention within documents, windows and chunks; the model asked "
+                f"for the mask rule(s) {sorted(unknown)}. Use a model without them, or "
                 'attn_implementation="sdpa" without context parallelism.'
             )
         if self.arguments.get("attention_mask") is not None:
@@ -51,6 +61,36 @@ class DeferredMask:
                 f"one of shape {tuple(self.arguments['attention_mask'].shape)}. "
                 "Pass the batch of StripedDataCollator on unchanged."
             )
+        return LocalRule(
+            _free_variable(parts, _WINDOW, "sliding_window"),
+            _free_variable(parts, _CHUNK, "chunk_size"),
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        """A model that works on the mask itself gets the real one, unless the batch may be striped."""
+        if name.startswith("__") or name == "to" or not hasattr(Tensor, name):
+            raise AttributeError(name)
+        return getattr(self._for_the_model(), name)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._for_the_model()[index]
+
+    def _for_the_model(self) -> Tensor:
+        config = self.arguments.get("config")
+        if active_context() is not None:
+            raise UnsupportedFeatureError(
+                "A striped batch has no mask that a model could change; "
+                f"{getattr(config, 'model_type', 'this model')} works on its attention mask itself. "
+                'Use another model, or attn_implementation="sdpa" without context parallelism.'
+            )
+        return masking_utils.sdpa_mask(**{**self.arguments, "allow_is_causal_skip": False})
+
+
+class LocalRule(NamedTuple):
+    """The keys that a query sees of its document: the last `sliding_window`, those of its chunk."""
+
+    sliding_window: int | None = None
+    chunk_size: int | None = None
 
 
 def striped_ring_mask(**arguments: Any) -> Tensor | DeferredMask | None:
@@ -58,6 +98,13 @@ def striped_ring_mask(**arguments: Any) -> Tensor | DeferredMask | None:
     if arguments["q_length"] == arguments["kv_length"]:
         return DeferredMask(arguments)
     return masking_utils.sdpa_mask(**arguments)
+
+
+def _free_variable(parts: list[Callable], qualname: str, name: str) -> int | None:
+    for part in parts:
+        if part.__qualname__ == qualname:
+            return part.__closure__[part.__code__.co_freevars.index(name)].cell_contents
+    return None
 
 
 def _parts(function: Callable) -> Iterator[Callable]:

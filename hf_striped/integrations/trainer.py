@@ -20,7 +20,8 @@ from transformers.trainer import DEFAULT_CALLBACKS
 from hf_striped.context import ContextParallel
 from hf_striped.errors import UnsupportedFeatureError
 from hf_striped.integrations.accelerate import active_context
-from hf_striped.integrations.transformers import CU_SEQLENS_KEY
+from hf_striped.integrations.model import prepare_model
+from hf_striped.integrations.transformers import ATTENTION_NAME, CU_SEQLENS_KEY
 
 
 class StripedTrainerCallback(TrainerCallback):
@@ -31,16 +32,23 @@ class StripedTrainerCallback(TrainerCallback):
             return
         if args.label_smoothing_factor:
             _refuse_outside_loss(f"label_smoothing_factor={args.label_smoothing_factor}")
-        attach_loss_hooks(model)
+        _prepare(model)
 
     def on_train_begin(self, args, state, control, model=None, **kwargs: Any) -> None:
         if active_context() is not None:  # `model_init` makes a new model for each run
-            attach_loss_hooks(model)
+            _prepare(model)
 
 
-def attach_loss_hooks(model: torch.nn.Module | None) -> None:
+def _prepare(model: torch.nn.Module | None) -> None:
+    config = getattr(model, "config", None)
+    if getattr(config, "_attn_implementation", None) == ATTENTION_NAME:
+        prepare_model(model)
+        attach_loss_hooks(model)
+
+
+def attach_loss_hooks(model: torch.nn.Module) -> None:
     """Put the hooks on `model`, once."""
-    if model is not None and share_token_count not in model._forward_pre_hooks.values():
+    if share_token_count not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(share_token_count, with_kwargs=True)
         model.register_forward_hook(share_loss, with_kwargs=True)
 
@@ -83,6 +91,17 @@ def share_loss(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], out
         local = (labels != -100).sum()
         share = local / _group_sum(cp, local)
         loss = torch.where(local > 0, loss, torch.zeros_like(loss)) * share * cp.size
+    if not hasattr(kwargs[CU_SEQLENS_KEY], "reached_attention"):
+        raise UnsupportedFeatureError(
+            f"{type(module).__name__} does not hand keyword arguments to its attention, so that "
+            f"{CU_SEQLENS_KEY} never reached it. Use another model."
+        )
+    if getattr(output, "aux_loss", None) is not None:
+        raise UnsupportedFeatureError(
+            "On stripes a router's auxiliary loss would be that of each stripe; received one from "
+            f"{type(module).__name__}. Set output_router_logits=False in the model's config: "
+            "docs/explanation/loss.md."
+        )
     if not module.training:
         loss = _group_sum(cp, loss.detach()) / cp.size
         _count_remaining_rows_on_each_rank(cp)
