@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from transformers import BloomConfig, Gemma2Config, GptOssConfig, Lfm2Config, MistralConfig
+from transformers import BloomConfig, Gemma2Config, GptOssConfig, Lfm2MoeConfig, MistralConfig
 
 from hf_striped import (
     ConfigurationError,
@@ -36,12 +36,6 @@ def call(module=None, mask=None, **arguments):
     ("arguments", "message"),
     [
         ({"dropout": 0.1}, r"attention dropout in training .*received 0\.1"),
-        ({"sliding_window": 4}, "sliding_window; received 4"),
-        ({"softcap": 30.0}, r"softcap; received 30\.0"),
-        (
-            {"s_aux": torch.zeros(2)},
-            r"s_aux \(attention sinks\); received a tensor of shape \(2,\)",
-        ),
         ({"position_bias": torch.zeros(1, 2, 4, 4)}, "position_bias; received a tensor"),
         ({"is_causal": False}, "non-causal attention"),
         ({"module": SimpleNamespace(is_causal=False, training=True)}, "non-causal attention"),
@@ -165,7 +159,7 @@ def test_without_stripes_the_attention_is_ordinary(ranks, name, world):
 
 
 def test_a_layer_that_mixes_tokens_without_attention_is_named_before_training():
-    model = tiny_model(shrink(Lfm2Config), "striped_ring")
+    model = tiny_model(shrink(Lfm2MoeConfig), "striped_ring")
     with pytest.raises(UnsupportedFeatureError, match=r"Conv1d \(model\.layers\.0\.conv"):
         prepare_model(model)
     with pytest.raises(UnsupportedFeatureError, match="attention of its own"):

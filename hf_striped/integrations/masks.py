@@ -66,6 +66,16 @@ class DeferredMask:
             _free_variable(parts, _CHUNK, "chunk_size"),
         )
 
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """The shape the mask would have."""
+        names = ("q_length", "kv_length")
+        return self.arguments["batch_size"], 1, *(self.arguments[name] for name in names)
+
+    @property
+    def ndim(self) -> int:
+        return 4
+
     def __getattr__(self, name: str) -> Any:
         """A model that works on the mask itself gets the real one, unless the batch may be striped."""
         if name.startswith("__") or name == "to" or not hasattr(Tensor, name):
@@ -95,7 +105,12 @@ class LocalRule(NamedTuple):
 
 def striped_ring_mask(**arguments: Any) -> Tensor | DeferredMask | None:
     """A `DeferredMask` where the batch may be striped, else sdpa's mask."""
-    if arguments["q_length"] == arguments["kv_length"]:
+    if isinstance(arguments["attention_mask"], DeferredMask):
+        return arguments[
+            "attention_mask"
+        ]  # generation makes masks ahead and hands them to the model
+    cached = isinstance(arguments["q_offset"], Tensor) or arguments["q_offset"] > 0
+    if not cached and arguments["q_length"] == arguments["kv_length"]:
         return DeferredMask(arguments)
     return masking_utils.sdpa_mask(**arguments)
 
