@@ -22,6 +22,8 @@ def train(
     trainer_class=Trainer,
     prepare=None,
     eval_rows=None,
+    callbacks=None,
+    resume=None,
     **arguments,
 ) -> dict:
     """Train and report losses, gradient norms, weights, and the Trainer's own counts."""
@@ -53,10 +55,11 @@ def train(
             train_dataset=rows,
             eval_dataset=eval_rows,
             data_collator=collator,
+            callbacks=callbacks,
         )
         if prepare is not None:
             prepare(trainer)
-        trainer.train()
+        trainer.train(resume_from_checkpoint=resume)
         history = [entry for entry in trainer.state.log_history if "loss" in entry]
         return {
             "losses": [entry["loss"] for entry in history],
@@ -64,6 +67,8 @@ def train(
             "weights": {name: full(parameter) for name, parameter in network.named_parameters()},
             "steps": trainer.state.global_step,
             "epoch": trainer.state.epoch,
+            "best": trainer.state.best_model_checkpoint or "",
+            "tokens_seen": trainer.state.num_input_tokens_seen,
             "total_batch_size": trainer.get_total_train_batch_size(trainer.args),
             "eval_loss": trainer.evaluate()["eval_loss"] if eval_rows else None,
         }

@@ -9,7 +9,8 @@ import os
 from typing import Any
 
 from accelerate import ParallelismConfig
-from accelerate.state import AcceleratorState, PartialState
+from accelerate.data_loader import DataLoaderDispatcher
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 
 from hf_striped.context import ContextParallel
@@ -163,6 +164,20 @@ def active_context() -> ContextParallel | None:
     if mesh is None:
         return None
     return ContextParallel.from_group(mesh["cp"].get_group())
+
+
+def check_not_dispatched() -> None:
+    """Raise `ConfigurationError` while the main process collates the batches of all others.
+
+    It would stripe them for its own rank, and Accelerate would cut them once more by rows.
+    """
+    if isinstance(GradientState().active_dataloader, DataLoaderDispatcher):
+        raise ConfigurationError(
+            "Each rank must collate its own stripe, and Accelerate's dispatch_batches (its default for an "
+            "IterableDataset) collates on the main process for all. Pass "
+            'accelerator_config={"dispatch_batches": False} to TrainingArguments, or '
+            "DataLoaderConfiguration(dispatch_batches=False) to Accelerator."
+        )
 
 
 def active_kernel() -> str:

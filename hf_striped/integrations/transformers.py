@@ -17,7 +17,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from hf_striped.attention import striped_ring_attention
 from hf_striped.context import ContextParallel
 from hf_striped.errors import BatchError, ConfigurationError, UnsupportedFeatureError
-from hf_striped.integrations.accelerate import active_context, active_kernel
+from hf_striped.integrations.accelerate import (
+    active_context,
+    active_kernel,
+    check_not_dispatched,
+)
 from hf_striped.integrations.masks import DeferredMask, LocalRule, striped_ring_mask
 from hf_striped.integrations.ordinary import ordinary_attention
 from hf_striped.packing import chunk_cu_seqlens
@@ -131,6 +135,7 @@ def striped_ring_attention_forward(
     )
     _check_causal_self_attention(module, is_causal)
     _check_config(module, cp)
+    check_not_dispatched()
     _check_stripe(query, striped_cu_seqlens, cp)
     striped_cu_seqlens.reached_attention = True
     rule = _local_rule(attention_mask, sliding_window)

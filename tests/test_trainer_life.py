@@ -1,0 +1,182 @@
+"""The rest of a Trainer's life over stripes: memory savers, data, saving and resuming."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+from transformers import TrainerCallback
+
+from tests.models import tiny_llama, token_rows
+from tests.ranks import RankError
+from tests.training import assert_same_run, train
+
+
+def one_process(rows, batch_size=1, **options):
+    return train(0, 1, rows, 1, striped=False, per_device_train_batch_size=batch_size, **options)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_both_kinds_of_gradient_checkpointing_equal_one_process(ranks, reentrant):
+    rows = token_rows(6, 13)
+    options = {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": reentrant},
+    }
+    reference = one_process(rows, **options)
+    for run in ranks.run(2, partial(train, **options), rows, 2):
+        assert_same_run(run, reference)
+
+
+def lora_llama(attn_implementation, modules):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    config = LoraConfig(
+        r=4, target_modules=modules, init_lora_weights=False, layers_to_transform=[1]
+    )
+    return get_peft_model(tiny_llama(attn_implementation), config)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("modules", [["q_proj"], ["v_proj", "o_proj"], ["up_proj"]])
+def test_lora_on_any_modules_equals_one_process(ranks, modules, checkpointing):
+    """Layer 0 has no gradient at all: its ring runs forward only, on every rank."""
+    rows = token_rows(6, 13)
+    options = {
+        "model": partial(lora_llama, modules=modules),
+        "gradient_checkpointing": checkpointing,
+    }
+    reference = one_process(rows, **options)
+    for run in ranks.run(2, partial(train, **options), rows, 2):
+        assert_same_run(run, reference)
+
+
+def test_mixed_precision_follows_one_process_in_the_same_precision(ranks):
+    rows = token_rows(6, 13)
+    reference = one_process(rows, bf16=True)
+    for run in ranks.run(2, partial(train, bf16=True), rows, 2):
+        torch.testing.assert_close(run["losses"], reference["losses"], atol=2e-2, rtol=0)
+        torch.testing.assert_close(run["grad_norms"], reference["grad_norms"], atol=0, rtol=5e-2)
+
+
+OWN_BATCHES = {"dispatch_batches": False}
+
+
+class Stream(IterableDataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+@pytest.mark.parametrize(("world", "cp_size"), [(2, 2), (4, 2)])
+def test_a_stream_gives_each_row_once_to_one_group(ranks, world, cp_size):  # C09
+    rows = token_rows(12, 9)
+    options = {"max_steps": 12 * cp_size // world, "accelerator_config": OWN_BATCHES}
+    reference = one_process(Stream(rows), batch_size=world // cp_size, **options)
+    for run in ranks.run(world, partial(train, **options), Stream(rows), cp_size):
+        assert_same_run(run, reference)
+
+
+def hub_stream(rank, world, rows, cp_size, striped=True, **options):
+    from datasets import Dataset
+
+    stream = Dataset.from_list(rows).to_iterable_dataset(num_shards=3)
+    return train(rank, world, stream, cp_size, striped=striped, **options)
+
+
+def test_a_datasets_stream_equals_one_process(ranks):  # C09
+    rows = token_rows(6, 9)
+    options = {"max_steps": 6, "accelerator_config": OWN_BATCHES}
+    reference = hub_stream(0, 1, rows, 1, striped=False, **options)
+    for run in ranks.run(2, partial(hub_stream, **options), rows, 2):
+        assert_same_run(run, reference)
+
+
+@pytest.mark.parametrize("length", [8, 9])
+@pytest.mark.parametrize("dataset", [Stream, list])
+def test_batches_dispatched_by_the_main_process_are_refused_on_every_rank(ranks, dataset, length):
+    rows = dataset(token_rows(6, length))
+    options = {} if dataset is Stream else {"accelerator_config": {"dispatch_batches": True}}
+    with pytest.raises(RankError, match='"dispatch_batches": False') as caught:
+        ranks.run(2, partial(train, **options), rows, 2)
+    assert caught.value.kinds == dict.fromkeys(range(2), "ConfigurationError")
+
+
+OPTIONS = {
+    "two workers": {"dataloader_num_workers": 2},
+    "the last batch dropped": {"dataloader_drop_last": True, "per_device_train_batch_size": 2},
+    "rows grouped by length": {"train_sampling_strategy": "group_by_length"},
+    "batches split": {
+        "accelerator_config": {"split_batches": True},
+        "per_device_train_batch_size": 2,
+    },
+    "no even batches": {"accelerator_config": {"even_batches": False}},
+    "accumulation over an uneven epoch": {"gradient_accumulation_steps": 2},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_data_options_of_a_trainer_equal_one_process(ranks, name):
+    rows = token_rows(7, 9)
+    options = {"max_steps": -1, "num_train_epochs": 2, **OPTIONS[name]}
+    reference = train(0, 1, rows, 1, striped=False, **options)
+    for run in ranks.run(2, partial(train, **options), rows, 2):
+        assert_same_run(run, reference)
+        assert (run["steps"], run["epoch"]) == (reference["steps"], reference["epoch"])
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step >= self.step
+
+
+@pytest.mark.parametrize(("first", "then"), [(2, 2), (4, 2), (2, 1), (1, 4)])
+def test_a_run_resumed_at_another_size_continues_as_the_uninterrupted_one(
+    ranks, first, then, tmp_path
+):
+    rows = token_rows(8, 9)
+    options = {
+        "max_steps": -1,
+        "num_train_epochs": 2,
+        "optim": "adamw_torch",
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "linear",
+    }
+    save = {
+        "output_dir": str(tmp_path),
+        "save_strategy": "steps",
+        "save_steps": 5,
+        "callbacks": [StopAt(5)],
+    }
+    ranks.run(first, partial(train, **options, **save), rows, first)
+    resume = {"resume": f"{tmp_path}/checkpoint-5", "output_dir": str(tmp_path)}
+    reference = one_process(rows, **options)
+    for run in ranks.run(then, partial(train, **options, **resume), rows, then):
+        assert run["steps"] == reference["steps"] == 16
+        for name, weight in reference["weights"].items():
+            torch.testing.assert_close(run["weights"][name], weight, atol=2e-5, rtol=0)
+
+
+def test_the_best_checkpoint_is_loaded_at_the_end_on_every_rank(ranks, tmp_path):
+    rows = token_rows(4, 9)
+    options = {
+        "max_steps": 4,
+        "learning_rate": 2.0,  # gets worse: the first checkpoint is the best
+        "eval_rows": rows,
+        "eval_strategy": "steps",
+        "save_strategy": "steps",
+        "eval_steps": 1,
+        "save_steps": 1,
+        "load_best_model_at_end": True,
+    }
+    reference = one_process(rows, **options)
+    options["output_dir"] = str(tmp_path)
+    for run in ranks.run(2, partial(train, **options), rows, 2):
+        assert run["eval_loss"] == pytest.approx(reference["eval_loss"], abs=1e-4)
+        assert run["best"].endswith("checkpoint-1") == reference["best"].endswith("checkpoint-1")
