@@ -123,14 +123,13 @@ def _run_job(rank: int, world: int, init_file: str, function: Callable, args: tu
         MASTER_PORT="29500",
         ACCELERATE_USE_CPU="true",
     )
-    if world > 1:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{init_file}",
-            rank=rank,
-            world_size=world,
-            timeout=timedelta(seconds=TIME_LIMIT),
-        )
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{init_file}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=TIME_LIMIT),
+    )
     try:
         return function(rank, world, *args)
     finally:

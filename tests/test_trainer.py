@@ -7,7 +7,7 @@ import torch
 from accelerate import ParallelismConfig
 from transformers import Trainer
 
-from hf_striped import StripedDataCollator, StripedParallelismConfig, StripedTrainer
+from hf_striped import StripedParallelismConfig, StripedTrainer
 from tests.fsdp import train_fsdp2
 from tests.models import tiny_llama, token_rows
 from tests.ranks import RankError
@@ -196,64 +196,6 @@ def test_peers_of_a_group_draw_the_same_rows_and_groups_share_them_out(ranks, wo
         assert not set(first) & set(second)
         assert sorted(first + second) == list(range(12))
     assert seen[0][0] != seen[0][1]
-
-
-def sft_step(rank, world, rows, striped):
-    import tempfile
-
-    from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
-    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
-
-    collator = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = SFTConfig(
-            output_dir=folder,
-            use_cpu=True,
-            max_steps=1,
-            per_device_train_batch_size=2,
-            logging_steps=1,
-            learning_rate=1e-2,
-            optim="sgd",
-            report_to=[],
-            disable_tqdm=True,
-            save_strategy="no",
-            bf16=False,
-            gradient_checkpointing=False,
-            dataset_kwargs={"skip_prepare_dataset": True},
-            **({"parallelism_config": StripedParallelismConfig(world)} if striped else {}),
-        )
-        trainer = SFTTrainer(
-            model=tiny_llama("striped_ring" if striped else "sdpa"),
-            args=arguments,
-            train_dataset=Dataset.from_list([{"input_ids": row["input_ids"]} for row in rows]),
-            data_collator=StripedDataCollator(collator) if striped else collator,
-            processing_class=_WordTokenizer.build(),
-        )
-        trainer.train()
-        entry = next(e for e in trainer.state.log_history if "loss" in e)
-        return entry["loss"], float(entry["grad_norm"])
-
-
-class _WordTokenizer:
-    @staticmethod
-    def build():
-        """A tokenizer of the tiny model's vocabulary, which SFTTrainer asks for."""
-        from tokenizers import Tokenizer
-        from tokenizers.models import WordLevel
-        from transformers import PreTrainedTokenizerFast
-
-        words = {f"w{i}": i for i in range(63)} | {"[UNK]": 63}
-        tokenizer = Tokenizer(WordLevel(words, unk_token="[UNK]"))
-        return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", eos_token="w1")
-
-
-def test_an_sft_trainer_step_equals_one_process(ranks):  # C11
-    rows = token_rows(2, 11)
-    (reference,) = ranks.run(1, sft_step, rows, False)
-    for loss, grad_norm in ranks.run(2, sft_step, rows, True):
-        assert loss == pytest.approx(reference[0], abs=1e-4)
-        assert grad_norm == pytest.approx(reference[1], rel=1e-4)
 
 
 class SavesCheckpoint(Trainer):

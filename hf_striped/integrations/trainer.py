@@ -32,11 +32,28 @@ class StripedTrainerCallback(TrainerCallback):
             return
         if args.label_smoothing_factor:
             _refuse_outside_loss(f"label_smoothing_factor={args.label_smoothing_factor}")
+        _check_trl(args)
         _prepare(model)
 
     def on_train_begin(self, args, state, control, model=None, **kwargs: Any) -> None:
         if active_context() is not None:  # `model_init` makes a new model for each run
             _prepare(model)
+
+
+def _check_trl(args: TrainingArguments) -> None:
+    """TRL's trainers compute their losses themselves, from the log-probabilities of a stripe."""
+    names = [cls.__name__ for cls in type(args).__mro__ if cls.__module__.startswith("trl.")]
+    if names and "SFTConfig" not in names:
+        raise UnsupportedFeatureError(
+            "Of TRL's trainers striped attention supports the SFTTrainer; the others add up log-probabilities "
+            f"over whole sequences, or generate, which a stripe cannot; received {names[0]}. "
+            "Train without context parallelism, or by SFTTrainer."
+        )
+    if names and not args.average_tokens_across_devices:
+        raise UnsupportedFeatureError(
+            "SFTTrainer divides by the tokens of each rank when average_tokens_across_devices is off, which "
+            "on stripes is no data-parallel mean; received average_tokens_across_devices=False. Leave it on."
+        )
 
 
 def _prepare(model: torch.nn.Module | None) -> None:
@@ -103,6 +120,12 @@ def share_loss(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], out
             "docs/explanation/loss.md."
         )
     if not module.training:
+        if isinstance(output, dict) and "log_probs" in output:
+            raise UnsupportedFeatureError(
+                "SFTTrainer's evaluation averages each rank's stripe by itself, which is not the mean over the "
+                "tokens; received an evaluation batch with TRL's fused loss. Evaluate with a plain Trainer, or "
+                'set eval_strategy="no".'
+            )
         loss = _group_sum(cp, loss.detach()) / cp.size
         _count_remaining_rows_on_each_rank(cp)
     if not isinstance(output, dict):
