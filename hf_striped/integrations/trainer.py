@@ -20,45 +20,33 @@ from transformers.trainer import DEFAULT_CALLBACKS
 from hf_striped.context import ContextParallel
 from hf_striped.errors import UnsupportedFeatureError
 from hf_striped.integrations.accelerate import active_context
+from hf_striped.integrations.guard import (
+    check_arguments,
+    check_collator,
+    is_striped,
+    refuse_outside_loss,
+)
 from hf_striped.integrations.model import prepare_model
-from hf_striped.integrations.transformers import ATTENTION_NAME, CU_SEQLENS_KEY
+from hf_striped.integrations.transformers import CU_SEQLENS_KEY
 
 
 class StripedTrainerCallback(TrainerCallback):
-    """Attaches the loss hooks to the model of every Trainer built while a group is active."""
+    """Checks the set-up of every Trainer of the process, and attaches the loss hooks to its model."""
 
     def on_init_end(self, args, state, control, model=None, **kwargs: Any) -> None:
-        if active_context() is None:
-            return
-        if args.label_smoothing_factor:
-            _refuse_outside_loss(f"label_smoothing_factor={args.label_smoothing_factor}")
-        _check_trl(args)
-        _prepare(model)
-
-    def on_train_begin(self, args, state, control, model=None, **kwargs: Any) -> None:
-        if active_context() is not None:  # `model_init` makes a new model for each run
+        if model is not None:
+            check_arguments(args, model)
             _prepare(model)
 
-
-def _check_trl(args: TrainingArguments) -> None:
-    """TRL's trainers compute their losses themselves, from the log-probabilities of a stripe."""
-    names = [cls.__name__ for cls in type(args).__mro__ if cls.__module__.startswith("trl.")]
-    if names and "SFTConfig" not in names:
-        raise UnsupportedFeatureError(
-            "Of TRL's trainers striped attention supports the SFTTrainer; the others add up log-probabilities "
-            f"over whole sequences, or generate, which a stripe cannot; received {names[0]}. "
-            "Train without context parallelism, or by SFTTrainer."
-        )
-    if names and not args.average_tokens_across_devices:
-        raise UnsupportedFeatureError(
-            "SFTTrainer divides by the tokens of each rank when average_tokens_across_devices is off, which "
-            "on stripes is no data-parallel mean; received average_tokens_across_devices=False. Leave it on."
-        )
+    def on_train_begin(
+        self, args, state, control, model=None, train_dataloader=None, **kwargs: Any
+    ) -> None:
+        check_collator(args, model, getattr(train_dataloader, "collate_fn", None))
+        _prepare(model)  # `model_init` makes a new model for each run
 
 
-def _prepare(model: torch.nn.Module | None) -> None:
-    config = getattr(model, "config", None)
-    if getattr(config, "_attn_implementation", None) == ATTENTION_NAME:
+def _prepare(model: torch.nn.Module) -> None:
+    if active_context() is not None and is_striped(model):
         prepare_model(model)
         attach_loss_hooks(model)
 
@@ -70,21 +58,13 @@ def attach_loss_hooks(model: torch.nn.Module) -> None:
         model.register_forward_hook(share_loss, with_kwargs=True)
 
 
-def _refuse_outside_loss(received: str) -> None:
-    raise UnsupportedFeatureError(
-        "On stripes the loss must be the model's own: label smoothing and compute_loss_func would shift the "
-        f"stripe's labels once more; received {received}. Leave label_smoothing_factor at 0 and "
-        "compute_loss_func unset."
-    )
-
-
 def share_token_count(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]):
     """Before a striped forward pass: `num_items_in_batch` becomes the mean over the group."""
     cp = active_context()
     if cp is None or CU_SEQLENS_KEY not in kwargs:
         return None
     if kwargs.get("shift_labels") is not None and kwargs.get("labels") is None:
-        _refuse_outside_loss("a batch whose labels were taken out before the model was called")
+        refuse_outside_loss("a batch whose labels were taken out before the model was called")
     count = kwargs.get("num_items_in_batch")
     if count is None:
         return None
