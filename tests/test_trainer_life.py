@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from torch.utils.data import IterableDataset
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from tests.models import tiny_llama, token_rows
 from tests.ranks import RankError
@@ -180,3 +180,60 @@ def test_the_best_checkpoint_is_loaded_at_the_end_on_every_rank(ranks, tmp_path)
     for run in ranks.run(2, partial(train, **options), rows, 2):
         assert run["eval_loss"] == pytest.approx(reference["eval_loss"], abs=1e-4)
         assert run["best"].endswith("checkpoint-1") == reference["best"].endswith("checkpoint-1")
+
+
+class Predicts(Trainer):
+    def train(self, *args, **kwargs):
+        super().train(*args, **kwargs)
+        self.predict(self.train_dataset)
+
+
+class Measures(Trainer):
+    def __init__(self, **kwargs):
+        super().__init__(compute_metrics=lambda prediction: {"n": len(prediction)}, **kwargs)
+
+
+@pytest.mark.parametrize("trainer_class", [Predicts, Measures])
+def test_predictions_over_stripes_are_refused_on_every_rank(ranks, trainer_class):
+    rows = token_rows(4, 8)
+    run = partial(train, trainer_class=trainer_class, eval_rows=rows)
+    with pytest.raises(RankError, match="not gathered into token order") as caught:
+        ranks.run(2, run, rows, 2)
+    assert caught.value.kinds == dict.fromkeys(range(2), "UnsupportedFeatureError")
+
+
+class Generates(TrainerCallback):
+    """Generates after each step, on one rank or on all, with the model that is training."""
+
+    def __init__(self, on_all_ranks):
+        self.on_all_ranks = on_all_ranks
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if self.on_all_ranks or state.is_world_process_zero:
+            model.eval()
+            tokens = torch.tensor([[5, 6, 7]])
+            with torch.no_grad():
+                found = model.generate(tokens, max_new_tokens=3, do_sample=False, pad_token_id=0)
+                plain = tiny_llama("sdpa").eval()
+                plain.load_state_dict(model.state_dict())
+                expected = plain.generate(tokens, max_new_tokens=3, do_sample=False, pad_token_id=0)
+            assert torch.equal(found, expected)
+            model.train()
+
+
+@pytest.mark.parametrize("on_all_ranks", [False, True])
+def test_generating_in_a_callback_is_ordinary_and_hangs_nobody(ranks, on_all_ranks):
+    rows = token_rows(4, 9)
+    reference = one_process(rows)
+    run = partial(train, callbacks=[Generates(on_all_ranks)])
+    for result in ranks.run(2, run, rows, 2):
+        assert_same_run(result, reference)
+
+
+def test_tokens_seen_are_those_of_one_process(ranks):  # C26
+    rows = token_rows(6, 8)
+    options = {"include_num_input_tokens_seen": "all"}
+    reference = one_process(rows, **options)
+    for cp_size in (2, 4):
+        for run in ranks.run(cp_size, partial(train, **options), rows, cp_size):
+            assert run["tokens_seen"] == reference["tokens_seen"] == 24

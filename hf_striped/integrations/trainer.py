@@ -27,6 +27,7 @@ from hf_striped.integrations.guard import (
     refuse_outside_loss,
 )
 from hf_striped.integrations.model import prepare_model
+from hf_striped.integrations.predictions import withhold_logits
 from hf_striped.integrations.transformers import CU_SEQLENS_KEY
 
 
@@ -81,8 +82,10 @@ def share_loss(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], out
     """
     cp = active_context()
     labels = kwargs.get("labels")
-    if cp is None or labels is None or CU_SEQLENS_KEY not in kwargs:
+    if cp is None or CU_SEQLENS_KEY not in kwargs:
         return None
+    if labels is None:
+        return None if module.training else withhold_logits(output)
     loss = output["loss"] if isinstance(output, dict) else output[0]
     if kwargs.get("num_items_in_batch") is None:
         local = (labels != -100).sum()
@@ -111,7 +114,7 @@ def share_loss(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], out
     if not isinstance(output, dict):
         return (loss, *output[1:])
     output["loss"] = loss
-    return output
+    return output if module.training else withhold_logits(output)
 
 
 def _count_remaining_rows_on_each_rank(cp: ContextParallel) -> None:
