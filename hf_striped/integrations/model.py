@@ -14,11 +14,8 @@ from torch import Tensor, nn
 
 from hf_striped.errors import ConfigurationError, UnsupportedFeatureError
 from hf_striped.integrations.accelerate import active_context
-from hf_striped.integrations.transformers import (
-    CU_SEQLENS_KEY,
-    PREPARED,
-    rope_depends_on_length,
-)
+from hf_striped.integrations.attention_checks import PREPARED, rope_depends_on_length
+from hf_striped.integrations.transformers import CU_SEQLENS_KEY
 
 _MIXES_TOKENS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)
 
