@@ -42,6 +42,6 @@ def test_a_text_folder_without_documents_is_named(tmp_path):
 
 
 def test_three_ranks_a_sequence_on_two_processes_is_refused():
-    done = launch("--context-parallel-size", 3, "--no-check", "--seq-len", 512, "--rows", 1)
+    done = launch("--context-parallel-size", 3)
     assert done.returncode != 0
     assert "received 2 process(es), context_parallel_size=3" in done.stderr

