@@ -6,7 +6,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from transformers import BloomConfig, Gemma2Config, GptOssConfig, Lfm2MoeConfig, MistralConfig
+from transformers import (
+    BloomConfig,
+    Gemma2Config,
+    GptOssConfig,
+    Lfm2MoeConfig,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
+    MistralConfig,
+)
 
 from hf_striped import (
     ConfigurationError,
@@ -158,10 +166,14 @@ def test_without_stripes_the_attention_is_ordinary(ranks, name, world):
     ranks.run(world, ordinary_passes, tokens, name)
 
 
-def test_a_layer_that_mixes_tokens_without_attention_is_named_before_training():
+def test_a_model_that_stripes_would_get_wrong_is_named_before_training():
     model = tiny_model(shrink(Lfm2MoeConfig), "striped_ring")
     with pytest.raises(UnsupportedFeatureError, match=r"Conv1d \(model\.layers\.0\.conv"):
         prepare_model(model)
+    config = tiny_llama().config
+    for head in (LlamaForSequenceClassification, LlamaForTokenClassification):
+        with pytest.raises(UnsupportedFeatureError, match=f"received {head.__name__}, whose loss"):
+            prepare_model(head(config))
     with pytest.raises(UnsupportedFeatureError, match="attention of its own"):
         prepare_model(tiny_model(shrink(BloomConfig), "eager"))
 

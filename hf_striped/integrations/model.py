@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from hf_striped.errors import ConfigurationError, UnsupportedFeatureError
 from hf_striped.integrations.accelerate import active_context
@@ -55,6 +56,12 @@ def check_layers(model: nn.Module) -> None:
         raise UnsupportedFeatureError(
             f"{type(model).__name__} has attention of its own, which attn_implementation does not replace. "
             "Use a model whose attention goes through Transformers' attention interface."
+        )
+    loss_type = getattr(model, "loss_type", None)
+    if loss_type is not None and LOSS_MAPPING.get(loss_type) is not ForCausalLMLoss:
+        raise UnsupportedFeatureError(
+            f"Striped training is for causal language models; received {type(model).__name__}, whose loss is "
+            f"{loss_type}: it would read a stripe's last token, or labels that are shifted, as something else."
         )
     reasons = {
         f"{type(module).__name__} ({name})"
