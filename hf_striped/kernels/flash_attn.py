@@ -2,7 +2,7 @@
 it is installed, else flash-attn 2.
 
 Neither has been run by the project's test suite, which has no GPU: it checks the arithmetic against a
-stand-in with the packages' signatures. docs/benchmarks.md says what has been run on a GPU.
+stand-in with the packages' signatures. The README's table says what has been run on a GPU.
 """
 
 from functools import cache
