@@ -1,7 +1,8 @@
 """The CUDA adapters without a GPU: their segments, the arguments they pass, and their arithmetic.
 
 A stand-in computes what variable-length flash attention promises, in fp64, writing lse = +inf for a
-query without keys as flash-attn 2 does. It binds its arguments to the real signatures.
+query without keys as flash-attn 2 does, or -inf as FlashAttention 3. It binds its arguments to the
+real signatures, and refuses what flash-attn 2 refuses.
 """
 
 import sys
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hf_striped import KernelUnavailableError
 from hf_striped.kernels import cuda, flash_attn
 from hf_striped.kernels.base import ScoreRule
 from hf_striped.kernels.reference import ReferenceKernel
@@ -52,8 +54,14 @@ def rows_of(query_bounds, key_bounds):
     return spans
 
 
-def stand_in_forward(q, k, v, query_bounds, key_bounds, rule):
-    out, lse = torch.zeros_like(q[..., : v.shape[-1]]), torch.full(q.shape[:2], torch.inf).double()
+def refuse_folded_heads(q, k, bounds, longest_query, rule):
+    """Grouped heads of rows that are all one query are folded, as if no segment were empty."""
+    folds = longest_query == 1 and q.shape[1] > k.shape[1] and rule.window_left is None
+    assert not folds or len(q) == len(bounds) - 1, "shape is invalid for input"
+
+
+def stand_in_forward(q, k, v, query_bounds, key_bounds, rule, no_key=torch.inf):
+    out, lse = torch.zeros_like(q[..., : v.shape[-1]]), torch.full(q.shape[:2], no_key).double()
     for piece in REFERENCE.forward(q, k, v, rows_of(query_bounds, key_bounds), rule):
         out[piece.queries], lse[piece.queries] = piece.out, piece.lse
     return out, lse.T.contiguous()
@@ -84,7 +92,8 @@ def rule_of(a):
 def aten_forward(*args, **kwargs):
     a = bound(torch.ops.aten._flash_attention_forward, *args, **kwargs)
     bounds = a["cum_seq_q"], a["cum_seq_k"]
-    assert a["max_q"] == bounds[0].diff().max() and a["max_k"] == bounds[1].diff().max()
+    assert a["max_q"] >= bounds[0].diff().max() and a["max_k"] >= bounds[1].diff().max()
+    refuse_folded_heads(a["query"], a["key"], bounds[0], a["max_q"], rule_of(a))
     return (
         *stand_in_forward(a["query"], a["key"], a["value"], *bounds, rule_of(a)),
         None,
@@ -113,11 +122,13 @@ def version_2():
                 alibi_slopes=None, return_softmax=False, block_table=None):  # fmt: skip
         assert causal and dropout_p == 0.0
         rule = package_rule(softmax_scale, window_size_left, window_size_right, softcap)
+        refuse_folded_heads(q, k, cu_seqlens_q, max_seqlen_q, rule)
         return *stand_in_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, rule), None, None
 
     def backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k,
-                 max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left,
-                 window_size_right, softcap, alibi_slopes, deterministic, rng_state=None):  # fmt: skip
+                 max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+                 window_size_left, window_size_right, softcap, alibi_slopes, deterministic,
+                 rng_state=None):  # fmt: skip
         assert causal and dropout_p == 0.0 and alibi_slopes is None
         rule = package_rule(softmax_scale, window_size_left, window_size_right, softcap)
         bounds = cu_seqlens_q, cu_seqlens_k
@@ -138,7 +149,8 @@ def version_3():
                 window_size_right=-1, softcap=0.0):  # fmt: skip
         assert causal
         rule = package_rule(softmax_scale, window_size_left, window_size_right, softcap)
-        return *stand_in_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, rule), None, None
+        bounds = cu_seqlens_q, cu_seqlens_k
+        return *stand_in_forward(q, k, v, *bounds, rule, no_key=-torch.inf), None, None
 
     def backward(dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None,
                  max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None,
@@ -172,7 +184,7 @@ def kernel(request, monkeypatch):
 
 
 @pytest.mark.parametrize("rule", [ScoreRule(0.3), ScoreRule(0.3, None, 2), ScoreRule(0.3, 0.5, 3)])
-@pytest.mark.parametrize("bounds", [[0, 24], [0, 1, 2, 9, 9, 13, 24]])
+@pytest.mark.parametrize("bounds", [[0, 24], [0, 1, 2, 9, 9, 13, 24], [0, 4]])
 @pytest.mark.parametrize("ranks", [(1, 0), (0, 1), (1, 1)])
 def test_the_adapters_equal_the_reference(kernel, ranks, bounds, rule, monkeypatch):
     if rule.softcap is not None and kernel.name == "cuda":
@@ -195,6 +207,40 @@ def test_the_adapters_equal_the_reference(kernel, ranks, bounds, rule, monkeypat
         assert_gradients_equal(actual, expected)
 
 
+def test_a_query_that_never_saw_a_key_has_no_gradient_and_no_nan(kernel):
+    spans, rule = block_spans([0, 24], 2, 1, 0), ScoreRule(0.3)
+    query, key, value = block([0, 24], 2)
+    out, lse = whole(kernel.forward(query, key, value, spans, rule), query)
+    lse[3] = -torch.inf
+    (piece,) = kernel.backward(torch.ones_like(out), query, key, value, out, lse, spans, rule)
+    assert not piece.dquery[3].any()
+    assert all(tensor.isfinite().all() for tensor in (piece.dquery, piece.dkey, piece.dvalue))
+
+
+def test_a_head_dim_that_flash_attention_does_not_take_is_refused(kernel):
+    spans, rule = block_spans([0, 4], 2, 0, 0), ScoreRule(0.3)
+    row = torch.zeros(2, 1, 257, dtype=torch.bfloat16)
+    with pytest.raises(KernelUnavailableError, match="at most 256; received 257"):
+        next(kernel.forward(row, row, row, spans, rule))
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["a function", "a torch custom op"])
+def test_a_package_of_another_signature_is_refused_before_the_first_step(monkeypatch, wrapped):
+    def earlier(q: torch.Tensor, causal: bool, window_size: int) -> torch.Tensor:
+        return q.clone()
+
+    if wrapped:
+        earlier = torch.library.custom_op("hf_striped_test::earlier", earlier, mutates_args=())
+    package = ModuleType("flash_attn_interface")
+    package._flash_attn_forward = package._flash_attn_backward = earlier
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    flash_attn._package.cache_clear()
+    reason = flash_attn.FlashAttnKernel().why_unavailable(GPU, torch.bfloat16, None)
+    flash_attn._package.cache_clear()
+    assert "its _flash_attn_forward takes no cu_seqlens_q, window_size_left" in reason
+    assert "FlashAttention 4 (flash_attn.cute) is not supported" in reason
+
+
 def test_the_operators_know_the_shapes_of_a_variable_length_call():
     query = torch.empty(12, 4, 64, dtype=torch.bfloat16, device="meta")
     key = torch.empty(12, 2, 64, dtype=torch.bfloat16, device="meta")
@@ -212,6 +258,12 @@ def test_why_a_cuda_kernel_cannot_run_is_said():
         cpu = kernel.why_unavailable(torch.device("cpu"), torch.bfloat16, None)
         assert cpu == "it runs on cuda tensors, and these are on cpu"
         assert "these are torch.float32" in kernel.why_unavailable(GPU, torch.float32, None)
+
+
+def test_a_pytorch_without_flash_attention_is_the_reason_given(monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
+    reason = cuda.CudaKernel().why_unavailable(GPU, torch.bfloat16, None)
+    assert reason == "this build of PyTorch has no flash attention"
 
 
 def test_an_import_that_fails_is_the_reason_given():

@@ -1,10 +1,13 @@
-"""Block attention by the packages of Dao-AILab: FlashAttention 3 (module flash_attn_interface) where
-it is installed, else flash-attn 2.
+"""Block attention by the packages of Dao-AILab: FlashAttention 3 (module flash_attn_interface)
+where it is installed, else flash-attn 2 (2.7 or later). FlashAttention 4 (flash_attn.cute) is left
+out: its backward for a given out and lse is private, and its signature still changes.
 
 Neither has been run by the project's test suite, which has no GPU: it checks the arithmetic against a
 stand-in with the packages' signatures. The README's table says what has been run on a GPU.
 """
 
+import inspect
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -26,7 +29,9 @@ class FlashAttnKernel(VarlenKernel):
         if reason := why_not_on_cuda(device, dtype):
             return reason
         package, reasons = _package()
-        return None if package is not None else "; ".join(reasons)
+        if package is not None:
+            return None
+        return "; ".join([*reasons, "FlashAttention 4 (flash_attn.cute) is not supported"])
 
     def _forward_row(
         self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, rule: ScoreRule
@@ -95,14 +100,39 @@ def _arguments(
 
 @cache
 def _package() -> tuple[ModuleType | None, list[str]]:
-    """The module to use, or why each could not be imported."""
+    """The module to use, or why each cannot be used."""
     reasons = []
     for name in ("flash_attn_interface", "flash_attn.flash_attn_interface"):
         try:
-            return import_module(name), reasons
+            package = import_module(name)
         except Exception as error:  # a broken build raises anything: it is a reason, not a crash
             reasons.append(f"importing {name}: {error}")
+            continue
+        if lacking := _lacking(package):
+            reasons.append(f"{name} is too old or too new: {lacking}")
+        else:
+            return package, reasons
     return None, reasons
+
+
+def _lacking(package: ModuleType) -> str | None:
+    """What this adapter calls and the package does not have; earlier releases take other names."""
+    if _is_version_3(package):
+        causal = {"_flash_attn_forward": "causal", "_flash_attn_backward": "is_causal"}
+    else:
+        causal = {"_flash_attn_varlen_forward": "causal", "_flash_attn_varlen_backward": "causal"}
+    for name, flag in causal.items():
+        if not hasattr(package, name):
+            return f"it has no {name}"
+        missing = {"window_size_left", "cu_seqlens_q", flag} - _parameters(getattr(package, name))
+        if missing:
+            return f"its {name} takes no {', '.join(sorted(missing))}"
+    return None
+
+
+def _parameters(function: Callable[..., Any]) -> set[str]:
+    """Argument names, also of a torch custom op, which wraps the function that has them."""
+    return set(inspect.signature(getattr(function, "_init_fn", function)).parameters)
 
 
 def _is_version_3(package: ModuleType) -> bool:

@@ -1,4 +1,4 @@
-"""What variable-length flash attention kernels share: one call a ring step, over the whole local row.
+"""What variable-length flash attention kernels share: one call a ring step over the local row.
 
 The spans of a step leave gaps in the row: a first query that sees no key, a last key that no query
 sees. Extra segments carry them, so that nothing is copied:
@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_striped.errors import KernelUnavailableError
 from hf_striped.kernels.base import BlockGradients, BlockOutput, ScoreRule, widen
 from hf_striped.packing import Span
 
@@ -22,7 +23,7 @@ MAX_HEAD_DIM = 256
 
 
 class Segments(NamedTuple):
-    """Cumulative segment lengths, int32 `[segments + 1]`, and the longest segment of each kind."""
+    """Cumulative segment lengths, int32 `[segments + 1]`, and bounds on a segment's length."""
 
     query_bounds: Tensor
     key_bounds: Tensor
@@ -47,7 +48,9 @@ def segment_lengths(spans: Sequence[Span], tokens: int) -> list[tuple[int, int]]
 
 def _segments(spans: Sequence[Span], tokens: int, device: torch.device) -> Segments:
     lengths = torch.tensor([(0, 0), *segment_lengths(spans, tokens)], dtype=torch.int32)
-    longest = lengths.max(0).values.tolist()
+    # at least 2: for rows of single queries flash-attn folds grouped heads into the queries, and
+    # then takes every segment to have one, which a gap in the keys has not
+    longest = lengths.max(0).values.clamp(min=2).tolist()
     query_bounds, key_bounds = lengths.cumsum(0, dtype=torch.int32).to(device).T.contiguous()
     return Segments(query_bounds, key_bounds, *longest)
 
@@ -85,7 +88,8 @@ class VarlenKernel:
         width = _width(query, value)
         rows = (widen(tensor, width) for tensor in (dout, query, key, value, out))
         segments = _segments(spans, len(query), query.device)
-        dquery, dkey, dvalue = self._backward_row(*rows, lse.T.contiguous(), segments, rule)
+        lse = lse.masked_fill(lse == -torch.inf, torch.inf).T.contiguous()  # no weight, no NaN
+        dquery, dkey, dvalue = self._backward_row(*rows, lse, segments, rule)
         yield BlockGradients(
             slice(0, len(query)),
             slice(0, len(key)),
@@ -115,7 +119,14 @@ class VarlenKernel:
 
 def _width(query: Tensor, value: Tensor) -> int:
     """One head_dim for all, a multiple of 8: zero columns change nothing."""
-    return -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
+    width = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
+    if width > MAX_HEAD_DIM:
+        raise KernelUnavailableError(
+            f"Flash attention for CUDA takes a head_dim of at most {MAX_HEAD_DIM}; received "
+            f"{query.shape[-1]} for query and key, {value.shape[-1]} for value. "
+            "Ask for kernel='reference', which is plain PyTorch and slow."
+        )
+    return width
 
 
 def why_not_on_cuda(device: torch.device, dtype: torch.dtype) -> str | None:
