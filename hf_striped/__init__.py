@@ -11,7 +11,7 @@ from hf_striped.errors import (
     StripedError,
     UnsupportedFeatureError,
 )
-from hf_striped.integrations import trainer as _trainer
+from hf_striped.integrations import callback as _callback
 from hf_striped.integrations import transformers as _transformers
 from hf_striped.integrations.accelerate import StripedParallelismConfig
 from hf_striped.integrations.collator import StripedDataCollator
@@ -36,4 +36,4 @@ __all__ = [
 ]
 
 _transformers.register()
-_trainer.register()
+_callback.register()

@@ -131,6 +131,7 @@ def _run_job(rank: int, world: int, init_file: str, function: Callable, args: tu
         timeout=timedelta(seconds=TIME_LIMIT),
     )
     try:
+        dist.barrier()  # all are connected before one may fail and leave
         return function(rank, world, *args)
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)

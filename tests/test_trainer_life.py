@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from torch.utils.data import IterableDataset
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 
 from tests.models import tiny_llama, token_rows
 from tests.ranks import RankError
@@ -180,26 +180,6 @@ def test_the_best_checkpoint_is_loaded_at_the_end_on_every_rank(ranks, tmp_path)
     for run in ranks.run(2, partial(train, **options), rows, 2):
         assert run["eval_loss"] == pytest.approx(reference["eval_loss"], abs=1e-4)
         assert run["best"].endswith("checkpoint-1") == reference["best"].endswith("checkpoint-1")
-
-
-class Predicts(Trainer):
-    def train(self, *args, **kwargs):
-        super().train(*args, **kwargs)
-        self.predict(self.train_dataset)
-
-
-class Measures(Trainer):
-    def __init__(self, **kwargs):
-        super().__init__(compute_metrics=lambda prediction: {"n": len(prediction)}, **kwargs)
-
-
-@pytest.mark.parametrize("trainer_class", [Predicts, Measures])
-def test_predictions_over_stripes_are_refused_on_every_rank(ranks, trainer_class):
-    rows = token_rows(4, 8)
-    run = partial(train, trainer_class=trainer_class, eval_rows=rows)
-    with pytest.raises(RankError, match="not gathered into token order") as caught:
-        ranks.run(2, run, rows, 2)
-    assert caught.value.kinds == dict.fromkeys(range(2), "UnsupportedFeatureError")
 
 
 class Generates(TrainerCallback):

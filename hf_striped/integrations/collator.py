@@ -25,6 +25,8 @@ from hf_striped.integrations.transformers import CU_SEQLENS_KEY
 from hf_striped.packing import cu_seqlens_from_starts
 from hf_striped.striping import check_cp_size_and_rank, stripe
 
+NATURAL_KEY = "striped_natural_rows"
+
 
 class StripedDataCollator:
     """Wrap a collator so that each rank receives its stripe of the batch.
@@ -37,6 +39,12 @@ class StripedDataCollator:
         cp_rank: this process's rank in the group; default from the Accelerate state.
         pad_token_id: the token that fills a row up to a multiple of `cp_size`; default the
             tokenizer's, else 0. It counts nowhere: a document of its own, without labels.
+
+    Attributes:
+        keeps_attention_mask: a call also returns `attention_mask` `[batch, local_seq]`, 0 on padding, for
+            a Trainer that counts real tokens; it is taken out again before the model.
+        keeps_natural_rows: a call also returns the rows as the base collator made them, in the key
+            `striped_natural_rows`; `StripedTrainer` sets it for evaluation.
 
     Returns (from a call), each for this rank's tokens:
         input_ids, position_ids, labels, shift_labels: `[batch, local_seq]`; `labels` equals
@@ -84,10 +92,19 @@ class StripedDataCollator:
             pad_token_id = getattr(tokenizer, "pad_token_id", None)
         self.base_collator = base_collator if base_collator is not None else stack_features
         self.pad_token_id = 0 if pad_token_id is None else pad_token_id
+        self.keeps_natural_rows = False
+        self.keeps_attention_mask = False
         self._size_and_rank = None if cp_size is None else (cp_size, cp_rank)
 
     def __call__(self, features: Sequence[Any]) -> dict[str, Any]:
-        return stripe_batch(self.base_collator(features), *self.size_and_rank(), self.pad_token_id)
+        batch = self.base_collator(features)
+        striped, real = stripe_batch(batch, *self.size_and_rank(), self.pad_token_id)
+        if self.keeps_attention_mask:
+            striped["attention_mask"] = real.long()
+        if self.keeps_natural_rows:
+            natural = {key: batch[key] for key in ("input_ids", "labels") if key in batch}
+            striped[NATURAL_KEY] = {**natural, "seq_len": _batch_shape(batch)[1]}
+        return striped
 
     def size_and_rank(self) -> tuple[int, int]:
         """The group's size and this process's rank in it."""
@@ -133,8 +150,11 @@ def stack_features(features: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
 
 def stripe_batch(
     batch: Mapping[str, Any], cp_size: int, cp_rank: int, pad_token_id: int = 0
-) -> dict[str, Any]:
-    """This rank's stripe of a natural-order batch; see `StripedDataCollator` for keys and errors."""
+) -> tuple[dict[str, Any], Tensor]:
+    """This rank's stripe of a natural-order batch, and where its tokens are real.
+
+    See `StripedDataCollator` for keys and errors.
+    """
     batch = {key: value for key, value in batch.items() if value is not None}
     shape = _batch_shape(batch)
     missing = -shape[1] % cp_size
@@ -158,7 +178,8 @@ def stripe_batch(
         row["labels"] = row["shift_labels"]
     striped = {key: stripe(value, 1, cp_size, cp_rank).contiguous() for key, value in row.items()}
     passed = {k: v for k, v in batch.items() if k not in row and k not in DOCUMENT_KEYS}
-    return {**striped, **passed, CU_SEQLENS_KEY: cu_seqlens_from_starts(starts)}
+    striped = {**striped, **passed, CU_SEQLENS_KEY: cu_seqlens_from_starts(starts)}
+    return striped, stripe(real, 1, cp_size, cp_rank)
 
 
 def _batch_shape(batch: Mapping[str, Any]) -> tuple[int, int]:

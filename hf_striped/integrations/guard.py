@@ -1,13 +1,15 @@
 """Checks of a whole set-up, made when a Trainer is built and when it starts to train.
 
-Each message names the missing piece and the line to add. None patches the Trainer: they see what a
-callback is given.
+Each message names the missing piece and the line to add. None patches the Trainer: they see it, and
+what a callback is given.
 """
 
+from collections.abc import Iterator
+from types import CodeType, FunctionType
 from typing import Any
 
 from torch import nn
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from hf_striped.errors import ConfigurationError, UnsupportedFeatureError
 from hf_striped.integrations.accelerate import (
@@ -16,6 +18,8 @@ from hf_striped.integrations.accelerate import (
     active_context,
 )
 from hf_striped.integrations.collator import StripedDataCollator
+from hf_striped.integrations.loss_hooks import refuse_outside_loss
+from hf_striped.integrations.trainer import StripedTrainerMixin
 from hf_striped.integrations.transformers import ATTENTION_NAME
 
 
@@ -31,13 +35,12 @@ def check_arguments(args: TrainingArguments, model: nn.Module) -> None:
                 f'its stripe alone. Load it with attn_implementation="{ATTENTION_NAME}".'
             )
     if active_context() is not None and is_striped(model):
-        if args.label_smoothing_factor:
-            refuse_outside_loss(f"label_smoothing_factor={args.label_smoothing_factor}")
         _check_trl(args)
+        _check_liger(args)
 
 
-def check_collator(args: TrainingArguments, model: nn.Module, collate_fn: Any) -> None:
-    """When training starts: the collator stripes exactly if there is a group to stripe over."""
+def check_collator(args: TrainingArguments, model: nn.Module, collate_fn: Any) -> Any:
+    """When training starts: the collator, which stripes exactly if there is a group to stripe over."""
     collator = getattr(collate_fn, "data_collator", collate_fn)  # the Trainer may have wrapped it
     stripes = isinstance(collator, StripedDataCollator)
     if is_striped(model) and active_context() is not None and not stripes:
@@ -55,18 +58,57 @@ def check_collator(args: TrainingArguments, model: nn.Module, collate_fn: Any) -
             "whole sequences. Add parallelism_config=StripedParallelismConfig(context_parallel_size="
             f"{args.world_size}) to TrainingArguments (a size of 1 says that whole sequences are meant)."
         )
+    return collator
 
 
 def is_striped(model: nn.Module) -> bool:
     return _attention_of(model) == ATTENTION_NAME
 
 
-def refuse_outside_loss(received: str) -> None:
-    raise UnsupportedFeatureError(
-        "On stripes the loss must be the model's own: label smoothing and compute_loss_func would shift the "
-        f"stripe's labels once more; received {received}. Leave label_smoothing_factor at 0 and "
-        "compute_loss_func unset."
-    )
+def check_loss(args: TrainingArguments, trainer: Trainer | None) -> None:
+    """When a Trainer is built: the loss is the model's own, or one that `StripedTrainerMixin` makes."""
+    if args.label_smoothing_factor and not isinstance(trainer, StripedTrainerMixin):
+        refuse_outside_loss(f"label_smoothing_factor={args.label_smoothing_factor}")
+    if (function := getattr(trainer, "compute_loss_func", None)) is not None:
+        refuse_outside_loss(f"compute_loss_func={getattr(function, '__name__', function)}")
+    method = own_loss(trainer)
+    if method is not None and "logits" in set(_names(method.__code__)):
+        refuse_outside_loss(f"{method.__qualname__}, which reads logits")
+
+
+def check_predictions(trainer: Trainer | None) -> None:
+    """When a Trainer is built: one that is to show predictions makes their rows whole."""
+    asked = [
+        name
+        for name in ("compute_metrics", "preprocess_logits_for_metrics")
+        if getattr(trainer, name, None) is not None
+    ]
+    if asked and not isinstance(trainer, StripedTrainerMixin):
+        raise UnsupportedFeatureError(
+            "A plain Trainer would show its metrics the logits and labels of stripes; received "
+            f"{' and '.join(asked)} for a {type(trainer).__name__}. Use hf_striped.StripedTrainer, or put "
+            "hf_striped.StripedTrainerMixin before your Trainer class."
+        )
+
+
+def own_loss(trainer: Trainer | None) -> FunctionType | None:
+    """The `compute_loss` of a user's Trainer class, if it has one."""
+    for cls in type(trainer).__mro__:
+        if cls.__module__.split(".")[0] in ("transformers", "trl", "hf_striped"):
+            continue
+        if isinstance(method := vars(cls).get("compute_loss"), FunctionType):
+            return method
+    return None
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """All names and texts of a function's code, of the functions inside it too."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+        elif isinstance(constant, str):
+            yield constant
 
 
 def _attention_of(model: nn.Module) -> str | None:
@@ -99,4 +141,12 @@ def _check_trl(args: TrainingArguments) -> None:
         raise UnsupportedFeatureError(
             "SFTTrainer divides by the tokens of each rank when average_tokens_across_devices is off, which "
             "on stripes is no data-parallel mean; received average_tokens_across_devices=False. Leave it on."
+        )
+
+
+def _check_liger(args: TrainingArguments) -> None:
+    if getattr(args, "use_liger_kernel", False):
+        raise UnsupportedFeatureError(
+            "Liger's kernels replace the model's loss, and have not been checked over stripes; received "
+            "use_liger_kernel=True. Leave it off."
         )

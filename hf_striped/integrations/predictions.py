@@ -1,15 +1,22 @@
-"""Logits of a stripe that a Trainer would take for those of whole rows: withheld, with the reason.
+"""Outputs of a stripe that a Trainer would take for those of whole rows: withheld, or made whole.
 
 In evaluation the Trainer gathers logits by rows from all ranks. Stripes gathered so would be in no
 order and P times too many rows, so whatever touches them is told. Wanting only the loss touches none.
+`StripedTrainer` asks for whole rows instead.
 """
 
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from hf_striped.context import ContextParallel
 from hf_striped.errors import UnsupportedFeatureError
+from hf_striped.striping import unstripe
+
+# what DDP and FSDP do with every output
+_BOOKKEEPING = (Tensor.grad_fn.__get__, Tensor.requires_grad.__get__, Tensor.clone)
 
 
 class WithheldLogits(Tensor):
@@ -17,10 +24,14 @@ class WithheldLogits(Tensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        if function in _BOOKKEEPING:
+            return super().__torch_function__(function, types, args, kwargs or {})
         raise UnsupportedFeatureError(
-            "A Trainer's predictions over stripes are not gathered into token order; received a use of the "
-            f"logits ({getattr(function, '__name__', function)}). Evaluate for the loss alone "
-            "(no compute_metrics, prediction_loss_only=True), or predict without context parallelism."
+            "The logits of a stripe are not those of whole rows in token order, and their labels are shifted; "
+            f"received a use of them ({getattr(function, '__name__', function)}). For predictions and "
+            "compute_metrics use hf_striped.StripedTrainer (or StripedTrainerMixin), which makes the rows "
+            "whole; else evaluate for the loss alone (prediction_loss_only=True), and compute no loss of your "
+            "own from logits."
         )
 
 
@@ -32,3 +43,26 @@ def withhold_logits(output: Any) -> Any:
             output["logits"] = withheld
         return output
     return tuple(withheld if isinstance(o, Tensor) and o.ndim > 0 else o for o in output)
+
+
+def whole_rows(output: Any, cp: ContextParallel, shape: tuple[int, int]) -> Any:
+    """`output` with each tensor of one value a token gathered over the group, in natural order.
+
+    Args:
+        output: a model's output, or a part of it; tensors `[batch, local_seq, ...]` become
+            `[batch, local_seq * P, ...]`, everything else stays.
+        cp: the context-parallel group.
+        shape: `(batch, local_seq)` of this rank's stripe.
+    """
+    if isinstance(output, Tensor) and output.shape[:2] == shape:
+        output = output.detach().contiguous()
+        shards = [torch.empty_like(output) for _ in range(cp.size)]
+        dist.all_gather(shards, output, group=cp.group)
+        return unstripe(shards, 1)
+    if isinstance(output, dict):
+        for key in list(output):
+            output[key] = whole_rows(output[key], cp, shape)
+        return output
+    if type(output) in (tuple, list):
+        return type(output)(whole_rows(part, cp, shape) for part in output)
+    return output
