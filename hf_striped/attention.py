@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 from hf_striped.context import ContextParallel
 from hf_striped.errors import BatchError
 from hf_striped.kernels import AUTO, choose_kernel
-from hf_striped.packing import check_cu_seqlens, dense_cu_seqlens
+from hf_striped.packing import dense_cu_seqlens
 from hf_striped.ring_op import ring_attention
 
 
@@ -25,6 +25,7 @@ def striped_ring_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,
+    chunk_size: int | None = None,
     kernel: str = AUTO,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact causal attention over a sequence striped across the ranks of `group`.
@@ -44,6 +45,8 @@ def striped_ring_attention(
         sinks: `[query_heads]`, one learned score a head that takes part in the softmax with no value
             (gpt-oss); default none. Its gradient is this rank's share: the ranks' shares add up.
         return_lse: also return the log-sum-exp of each query's scores.
+        chunk_size: attention does not cross the ends of chunks of so many tokens, counted from each
+            document's start (Llama 4); default no chunks.
         kernel: a name in `hf_striped.kernels.KERNELS`, or "auto".
 
     Returns:
@@ -63,16 +66,16 @@ def striped_ring_attention(
     batch, _, local_seq, head_dim = query.shape
     if cu_seqlens is None:
         cu_seqlens = dense_cu_seqlens(batch, local_seq * cp.size)
-    check_cu_seqlens(cu_seqlens.tolist(), batch * local_seq * cp.size)
-    _check_rule(query, sliding_window, softcap, sinks)
+    _check_rule(query, sliding_window, chunk_size, softcap, sinks)
     out, lse = ring_attention(
         *(_to_row(tensor) for tensor in (query, key, value)),
         sinks,
-        cu_seqlens,
+        cu_seqlens.cpu(),
         cp.group_name,
         choose_kernel(kernel, query.device, query.dtype, softcap).name,
         head_dim**-0.5 if scale is None else scale,
         sliding_window,
+        chunk_size,
         softcap,
     )
     out = out.unflatten(0, (batch, local_seq)).transpose(1, 2)
@@ -110,8 +113,16 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def _check_rule(
-    query: Tensor, sliding_window: int | None, softcap: float | None, sinks: Tensor | None
+    query: Tensor,
+    sliding_window: int | None,
+    chunk_size: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> None:
+    if chunk_size is not None and chunk_size < 1:
+        raise BatchError(
+            f"chunk_size must be at least 1; received {chunk_size}. Pass None for no chunks."
+        )
     if sliding_window is not None and sliding_window < 1:
         raise BatchError(
             "sliding_window counts the keys a query sees, its own included, so it is at least 1; received "

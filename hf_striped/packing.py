@@ -82,16 +82,15 @@ def block_window(sliding_window: int, cp_size: int, query_rank: int, key_rank: i
     return (sliding_window - 1 - (query_rank - key_rank) % cp_size) // cp_size
 
 
-def chunk_cu_seqlens(cu_seqlens: Tensor, chunk_size: int) -> Tensor:
+def chunk_bounds(bounds: Sequence[int], chunk_size: int) -> list[int]:
     """Cut each document into chunks of `chunk_size` tokens, counted from its start (Llama 4).
 
     Args:
-        cu_seqlens: int32 `[documents + 1]`.
+        bounds: `cu_seqlens` as integers.
         chunk_size: tokens of a chunk; attention does not cross its ends.
     """
-    bounds = cu_seqlens.tolist()
     cuts = [cut for begin, end in pairwise(bounds) for cut in range(begin, end, chunk_size)]
-    return cu_seqlens.new_tensor([*cuts, bounds[-1]])
+    return [*cuts, bounds[-1]]
 
 
 def dense_cu_seqlens(batch_size: int, seq_len: int) -> Tensor:

@@ -18,7 +18,7 @@ from hf_striped.context import ContextParallel
 from hf_striped.kernels import choose_kernel
 from hf_striped.kernels.base import ScoreRule
 from hf_striped.lse import merge_partial_
-from hf_striped.packing import Span, block_spans, block_window
+from hf_striped.packing import Span, block_spans, block_window, check_cu_seqlens, chunk_bounds
 from hf_striped.ring import RingStep, pack_pair, rotate_key_value, start_shift, unpack_pair
 
 
@@ -33,12 +33,15 @@ def ring_attention(
     kernel: str,
     scale: float,
     sliding_window: int | None,
+    chunk_size: int | None,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """The forward ring over rows: `out` in the type of `query`, and `lse` `[tokens, heads]`."""
     cp = ContextParallel.from_group_name(group_name)
     block_kernel = choose_kernel(kernel, query.device, query.dtype, softcap)
-    block_plan = _plan(cp, cu_seqlens, scale, sliding_window, softcap)
+    bounds = cu_seqlens.tolist()
+    check_cu_seqlens(bounds, len(query) * cp.size)
+    block_plan = _plan(cp, bounds, scale, sliding_window, chunk_size, softcap)
     out, lse = _empty_result(query, value)
     lse.fill_(-torch.inf)
     out.zero_()
@@ -64,12 +67,13 @@ def ring_attention_backward(
     kernel: str,
     scale: float,
     sliding_window: int | None,
+    chunk_size: int | None,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The backward ring: dq stays, dk and dv travel with their keys until they are home."""
     cp = ContextParallel.from_group_name(group_name)
     block_kernel = choose_kernel(kernel, query.device, query.dtype, softcap)
-    block_plan = _plan(cp, cu_seqlens, scale, sliding_window, softcap)
+    block_plan = _plan(cp, cu_seqlens.tolist(), scale, sliding_window, chunk_size, softcap)
     steps = _steps(cp, sliding_window)
     wide = lse.dtype
     dquery = torch.zeros_like(query, dtype=wide)
@@ -101,13 +105,15 @@ def _steps(cp: ContextParallel, sliding_window: int | None) -> int:
 
 def _plan(
     cp: ContextParallel,
-    cu_seqlens: Tensor,
+    bounds: list[int],
     scale: float,
     sliding_window: int | None,
+    chunk_size: int | None,
     softcap: float | None,
 ) -> Callable[[RingStep], tuple[tuple[Span, ...], ScoreRule]]:
     """What a block kernel computes at each step of the ring."""
-    bounds = cu_seqlens.tolist()
+    if chunk_size is not None:
+        bounds = chunk_bounds(bounds, chunk_size)
 
     def block(step: RingStep) -> tuple[tuple[Span, ...], ScoreRule]:
         window_left = None

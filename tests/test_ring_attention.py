@@ -288,5 +288,5 @@ def test_the_operators_pass_torchs_own_checks():
     ]
     bounds = torch.tensor([0, 6], dtype=torch.int32)
     for sinks in (None, SINKS[:4].clone().requires_grad_()):
-        arguments = (*rows, sinks, bounds, "", "reference", 0.3, 4, 2.0)
+        arguments = (*rows, sinks, bounds, "", "reference", 0.3, 4, None, 2.0)
         torch.library.opcheck(torch.ops.hf_striped.ring_attention.default, arguments)

@@ -20,7 +20,7 @@ from hf_striped.context import ContextParallel
 from hf_striped.errors import UnsupportedFeatureError
 from hf_striped.integrations.accelerate import active_context
 from hf_striped.integrations.predictions import whole_rows, withhold_logits
-from hf_striped.integrations.transformers import CU_SEQLENS_KEY
+from hf_striped.integrations.transformers import CU_SEQLENS_KEY, REACHED_ATTENTION
 
 _ATTRIBUTE = "_striped_loss_hooks"
 
@@ -129,7 +129,7 @@ def remaining_rows(loader: Any) -> int:
 
 
 def _check_output(module: nn.Module, kwargs: dict[str, Any], output: Any) -> None:
-    if not hasattr(kwargs[CU_SEQLENS_KEY], "reached_attention"):
+    if not hasattr(kwargs[CU_SEQLENS_KEY], REACHED_ATTENTION):
         raise UnsupportedFeatureError(
             f"{type(module).__name__} does not hand keyword arguments to its attention, so that "
             f"{CU_SEQLENS_KEY} never reached it. Use another model."

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from transformers import masking_utils
 
@@ -31,28 +32,42 @@ _KNOWN_PARTS = {
 }
 
 
+class LocalRule(NamedTuple):
+    """The keys that a query sees of its document: the last `sliding_window`, those of its chunk."""
+
+    sliding_window: int | None = None
+    chunk_size: int | None = None
+
+
+class MaskParts(NamedTuple):
+    """What a mask function is composed of: the rule that striped attention replaces, and the rest."""
+
+    rule: LocalRule
+    unknown: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class DeferredMask:
-    """The arguments of a mask that has not been built."""
+    """The arguments of a mask that has not been built, and what its function asks for."""
 
     arguments: dict[str, Any]
+    parts: MaskParts
 
     @cached_property
     def built(self) -> Tensor | None:
         """The mask that sdpa would use, built once for all layers."""
         return masking_utils.sdpa_mask(**self.arguments)
 
-    def local_rule(self) -> "LocalRule":
+    def local_rule(self) -> LocalRule:
         """What the mask asks for beyond causality within documents.
 
         Raises:
             UnsupportedFeatureError: anything but a sliding window or chunks.
         """
-        parts = list(_parts(self.arguments["mask_function"]))
-        if unknown := {part.__qualname__ for part in parts} - _KNOWN_PARTS:
+        if self.parts.unknown:
             raise UnsupportedFeatureError(
                 "A striped batch takes causal attention within documents, windows and chunks; the model asked "
-                f"for the mask rule(s) {sorted(unknown)}. Use a model without them, or "
+                f"for the mask rule(s) {list(self.parts.unknown)}. Use a model without them, or "
                 'attn_implementation="sdpa" without context parallelism.'
             )
         if self.arguments.get("attention_mask") is not None:
@@ -61,10 +76,7 @@ class DeferredMask:
                 f"one of shape {tuple(self.arguments['attention_mask'].shape)}. "
                 "Pass the batch of StripedDataCollator on unchanged."
             )
-        return LocalRule(
-            _free_variable(parts, _WINDOW, "sliding_window"),
-            _free_variable(parts, _CHUNK, "chunk_size"),
-        )
+        return self.parts.rule
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -96,13 +108,6 @@ class DeferredMask:
         return masking_utils.sdpa_mask(**{**self.arguments, "allow_is_causal_skip": False})
 
 
-class LocalRule(NamedTuple):
-    """The keys that a query sees of its document: the last `sliding_window`, those of its chunk."""
-
-    sliding_window: int | None = None
-    chunk_size: int | None = None
-
-
 def striped_ring_mask(**arguments: Any) -> Tensor | DeferredMask | None:
     """A `DeferredMask` where the batch may be striped, else sdpa's mask."""
     if isinstance(arguments["attention_mask"], DeferredMask):
@@ -111,8 +116,20 @@ def striped_ring_mask(**arguments: Any) -> Tensor | DeferredMask | None:
         ]  # generation makes masks ahead and hands them to the model
     cached = isinstance(arguments["q_offset"], Tensor) or arguments["q_offset"] > 0
     if not cached and arguments["q_length"] == arguments["kv_length"]:
-        return DeferredMask(arguments)
+        return DeferredMask(arguments, mask_parts(arguments["mask_function"]))
     return masking_utils.sdpa_mask(**arguments)
+
+
+@torch.compiler.disable  # it reads closures; once a forward pass, outside of all layers
+def mask_parts(function: Callable) -> MaskParts:
+    """Take a mask function apart."""
+    parts = list(_parts(function))
+    unknown = {part.__qualname__ for part in parts} - _KNOWN_PARTS
+    rule = LocalRule(
+        _free_variable(parts, _WINDOW, "sliding_window"),
+        _free_variable(parts, _CHUNK, "chunk_size"),
+    )
+    return MaskParts(rule, tuple(sorted(unknown)))
 
 
 def _free_variable(parts: list[Callable], qualname: str, name: str) -> int | None:

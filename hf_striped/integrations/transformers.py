@@ -31,10 +31,10 @@ from hf_striped.integrations.attention_checks import (
 )
 from hf_striped.integrations.masks import DeferredMask, striped_ring_mask
 from hf_striped.integrations.ordinary import ordinary_attention
-from hf_striped.packing import chunk_cu_seqlens
 
 ATTENTION_NAME = "striped_ring"
 CU_SEQLENS_KEY = "striped_cu_seqlens"
+REACHED_ATTENTION = "_striped_on_cpu"  # set on the tensor of that key by the first layer
 
 # what models pass down to attention that changes nothing in it
 _HARMLESS = frozenset(
@@ -128,11 +128,10 @@ def striped_ring_attention_forward(
     check_causal_self_attention(module, is_causal)
     check_config(module, cp)
     check_not_dispatched()
-    check_stripe(query, striped_cu_seqlens, cp)
-    striped_cu_seqlens.reached_attention = True
+    cu_seqlens = _on_cpu(striped_cu_seqlens)
+    if not torch.compiler.is_compiling():  # there the operator checks it
+        check_stripe(query, cu_seqlens, cp)
     rule = local_rule(attention_mask, sliding_window)
-    if rule.chunk_size is not None:
-        striped_cu_seqlens = chunk_cu_seqlens(striped_cu_seqlens, rule.chunk_size)
     if cp is not None and getattr(module, "attn_temperature_tuning", False):
         query = _tune_temperature(module, query, cp)
     if torch.is_autocast_enabled(query.device.type):
@@ -144,13 +143,21 @@ def striped_ring_attention_forward(
         value,
         cp.group if cp is not None else None,
         scale=scaling,
-        cu_seqlens=striped_cu_seqlens,
+        cu_seqlens=cu_seqlens,
         sliding_window=rule.sliding_window,
+        chunk_size=rule.chunk_size,
         softcap=softcap,
         sinks=s_aux,
         kernel=active_kernel(),
     )
     return out.transpose(1, 2), None
+
+
+def _on_cpu(cu_seqlens: Tensor) -> Tensor:
+    """`cu_seqlens` where the ring reads it, moved once for all layers; marked as having come so far."""
+    if not hasattr(cu_seqlens, REACHED_ATTENTION):
+        setattr(cu_seqlens, REACHED_ATTENTION, cu_seqlens.cpu())
+    return getattr(cu_seqlens, REACHED_ATTENTION)
 
 
 def _tune_temperature(module: torch.nn.Module, query: Tensor, cp: ContextParallel) -> Tensor:

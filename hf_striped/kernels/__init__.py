@@ -42,7 +42,7 @@ def choose_kernel(
     for candidate in candidates:
         reason = KERNELS[candidate].why_unavailable(device, dtype, softcap)
         if reason is None:
-            if name == AUTO:
+            if name == AUTO and not torch.compiler.is_compiling():
                 _log_once(candidate)
             return KERNELS[candidate]
         reasons.append(f"{candidate}: {reason}")
