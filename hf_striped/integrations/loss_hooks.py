@@ -4,7 +4,8 @@ Two hooks on the model, put there by a default callback, patch no method of any 
 - a count of supervised tokens that is this rank's own (average_tokens_across_devices=False) becomes
   the mean over the group, so that the mean of the ranks' losses is the group's;
 - in evaluation the Trainer gathers one loss a rank and row, and cuts the last batch's to the rows that
-  remain: every rank of a group reports the group's loss, and the rows are counted once a rank.
+  remain: every rank of a group reports the group's loss, and the rows are counted once a rank (in
+  training, too, where TRL gathers its metrics so).
 """
 
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from hf_striped.context import ContextParallel
 from hf_striped.errors import UnsupportedFeatureError
 from hf_striped.integrations.accelerate import active_context
+from hf_striped.integrations.collator import NATURAL_KEY
 from hf_striped.integrations.predictions import whole_rows, withhold_logits
 from hf_striped.integrations.transformers import CU_SEQLENS_KEY, REACHED_ATTENTION
 
@@ -59,15 +61,16 @@ class LossHooks:
             self.whole_rows_wanted = False
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
-        """Before a striped forward pass: `num_items_in_batch` becomes the mean over the group, and an
-        `attention_mask` that the collator kept for the Trainer is taken out.
+        """Before a striped forward pass: `num_items_in_batch` becomes the mean over the group, and what
+        the collator kept for the Trainer is taken out.
         """
         if CU_SEQLENS_KEY not in kwargs:
             return None
         labels_taken = kwargs.get("shift_labels") is not None and kwargs.get("labels") is None
         if labels_taken and not self.whole_rows_wanted:
             refuse_outside_loss("a batch whose labels were taken out before the model was called")
-        kwargs = {key: value for key, value in kwargs.items() if key != "attention_mask"}
+        kept = ("attention_mask", NATURAL_KEY)
+        kwargs = {key: value for key, value in kwargs.items() if key not in kept}
         count, cp = kwargs.get("num_items_in_batch"), active_context()
         if count is not None and cp is not None:
             device = kwargs[CU_SEQLENS_KEY].device
@@ -94,7 +97,7 @@ class LossHooks:
                 loss = torch.where(local > 0, loss, torch.zeros_like(loss)) * share * cp.size
             if not module.training:
                 loss = _group_sum(cp, loss.detach()) / cp.size
-                _count_remaining_rows_on_each_rank(cp)
+            _count_remaining_rows_on_each_rank(cp)
             if isinstance(output, dict):
                 output["loss"] = loss
             else:

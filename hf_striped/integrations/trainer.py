@@ -33,9 +33,13 @@ class StripedTrainerMixin:
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        self.take_over_label_smoothing()
+
+    def take_over_label_smoothing(self) -> None:
+        """Let the model smooth its loss, in place of the Trainer, which would shift labels once more."""
         if self.label_smoother is not None:
             _smooth_labels(self.model, self.args.label_smoothing_factor)
-            self.label_smoother = None  # it would shift the stripe's labels once more
+            self.label_smoother = None
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         model = super().call_model_init(trial)

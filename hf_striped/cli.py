@@ -1,0 +1,51 @@
+"""The command line: `hf-striped COMMAND`."""
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import torch
+
+import hf_striped.run
+
+
+def launch(options: argparse.Namespace) -> int:
+    """Start the processes by `accelerate launch`, each of which runs the script; its exit code."""
+    count = options.num_processes or options.context_parallel_size or torch.cuda.device_count()
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(count)]
+    if count > 1:
+        command += ["--multi_gpu"]  # how accelerate starts several processes, on CPUs too
+    command += ["--num_machines", "1", "--main_process_port", "0", "--dynamo_backend", "no"]
+    command += ["--mixed_precision", "no", "-m", "hf_striped.run", "--kernel", options.kernel]
+    if options.context_parallel_size is not None:
+        command += ["--context-parallel-size", str(options.context_parallel_size)]
+    return subprocess.run([*command, options.script, *options.arguments], check=False).returncode
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        "hf-striped", description="Exact long-context training by Striped Attention."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser(
+        "run",
+        help="run an unmodified Trainer script with context parallelism",
+        description="Start processes on this machine that run an unmodified Trainer script with context "
+        "parallelism. For several machines, FSDP or other settings of Accelerate: "
+        "accelerate launch [...] -m hf_striped.run [--context-parallel-size P] SCRIPT ARGS...",
+    )
+    run.add_argument(
+        "--num-processes",
+        type=int,
+        default=None,
+        help="processes to start (default: the context-parallel size, else one a GPU)",
+    )
+    hf_striped.run.add_arguments(run)
+    run.set_defaults(main=launch)
+    options = parser.parse_args(argv)
+    return options.main(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
