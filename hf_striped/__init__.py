@@ -14,6 +14,7 @@ from hf_striped.errors import (
 from hf_striped.integrations import callback as _callback
 from hf_striped.integrations import transformers as _transformers
 from hf_striped.integrations.accelerate import StripedParallelismConfig
+from hf_striped.integrations.checkpointing import keep_attention
 from hf_striped.integrations.collator import StripedDataCollator
 from hf_striped.integrations.model import prepare_model
 from hf_striped.integrations.trainer import StripedTrainer, StripedTrainerMixin
@@ -29,6 +30,7 @@ __all__ = [
     "StripedTrainer",
     "StripedTrainerMixin",
     "UnsupportedFeatureError",
+    "keep_attention",
     "prepare_model",
     "stripe",
     "striped_ring_attention",

@@ -63,11 +63,11 @@ class MyTrainer(StripedTrainerMixin, Trainer):
 
 
 def evaluate(rank, world, rows, cp_size, trainer_class=StripedTrainer, striped=True, **changes):
-    with_metrics = changes.pop("with_metrics", True)
+    with_metrics, config = changes.pop("with_metrics", True), changes.pop("config", {})
     collator = pad_right
     if striped:
         collator = StripedDataCollator(pad_right)
-        changes["parallelism_config"] = StripedParallelismConfig(cp_size)
+        changes["parallelism_config"] = StripedParallelismConfig(cp_size, **config)
     arguments = TrainingArguments(
         "unused",
         use_cpu=True,

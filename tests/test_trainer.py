@@ -108,28 +108,6 @@ def test_a_model_from_model_init_is_averaged_as_any_other(ranks):
         assert_same_run(run, reference)
 
 
-def own_loss(outputs, labels, num_items_in_batch=None):
-    return outputs.logits.sum()
-
-
-class LosesLabels(Trainer):
-    def __init__(self, **kwargs):
-        super().__init__(compute_loss_func=own_loss, **kwargs)
-
-
-@pytest.mark.parametrize(
-    ("options", "received"),
-    [
-        ({"label_smoothing_factor": 0.1}, r"received label_smoothing_factor=0\.1"),
-        ({"trainer_class": LosesLabels}, "labels were taken out before the model was called"),
-    ],
-)
-def test_a_loss_computed_outside_the_model_is_refused_on_every_rank(ranks, options, received):
-    with pytest.raises(RankError, match=received) as caught:
-        ranks.run(2, partial(train, **options), token_rows(2, 8), 2)
-    assert caught.value.kinds == dict.fromkeys(range(2), "UnsupportedFeatureError")
-
-
 def packed_collator():
     from transformers import DataCollatorWithFlattening
 

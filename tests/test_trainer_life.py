@@ -158,7 +158,9 @@ def test_the_data_options_of_a_trainer_equal_the_same_run_without_stripes(
     ranks, name, world, cp_size
 ):
     if world == 4 and name == "no even batches":
-        pytest.skip("7 rows over two groups: DDP itself cannot take ranks with different step counts")
+        pytest.skip(
+            "7 rows over two groups: DDP itself cannot take ranks with different step counts"
+        )
     rows = token_rows(7, 9)
     options = {"max_steps": -1, "num_train_epochs": 2, **OPTIONS[name]}
     reference = ranks.run(world // cp_size, partial(train, striped=False, **options), rows, 1)[0]

@@ -24,6 +24,7 @@ def train(
     eval_rows=None,
     callbacks=None,
     resume=None,
+    config=None,
     **arguments,
 ) -> dict:
     """Train and report losses, gradient norms, weights, and the Trainer's own counts."""
@@ -45,7 +46,7 @@ def train(
         "seed": 7,
     }
     if striped:
-        fields["parallelism_config"] = StripedParallelismConfig(cp_size)
+        fields["parallelism_config"] = StripedParallelismConfig(cp_size, **(config or {}))
         collator = StripedDataCollator(collator)
     network = model("striped_ring" if striped else "sdpa")
     try:

@@ -31,6 +31,10 @@ class StripedParallelismConfig(ParallelismConfig):
         context_parallel_size: processes a sequence is spread over; default the environment variable
             `HF_STRIPED_CONTEXT_PARALLEL_SIZE`, else 1.
         kernel: the block kernel, a name in `hf_striped.kernels.KERNELS`, or "auto".
+        loss_tile_size: compute the loss in tiles of so many tokens, which are recomputed in the backward
+            pass: logits of one tile are alive instead of the stripe's. Default: no tiles.
+        keep_attention: with gradient checkpointing, keep the output and log-sum-exp of attention while the
+            rest of a layer is recomputed, so that the forward ring runs once.
         **fields: Accelerate's own fields. `cp_size`, `sp_size` and `tp_size` above 1 are refused.
 
     Raises:
@@ -40,7 +44,13 @@ class StripedParallelismConfig(ParallelismConfig):
     """
 
     def __init__(
-        self, context_parallel_size: int | None = None, *, kernel: str = AUTO, **fields: Any
+        self,
+        context_parallel_size: int | None = None,
+        *,
+        kernel: str = AUTO,
+        loss_tile_size: int | None = None,
+        keep_attention: bool = False,
+        **fields: Any,
     ):
         super().__init__(**fields)
         for field in ("cp_size", "sp_size", "tp_size"):
@@ -54,7 +64,11 @@ class StripedParallelismConfig(ParallelismConfig):
             raise ConfigurationError(
                 f"kernel must be one of {[AUTO, *KERNELS]}; received {kernel!r}."
             )
+        if loss_tile_size is not None:
+            _check_positive(loss_tile_size, "loss_tile_size")
         self.kernel = kernel
+        self.loss_tile_size = loss_tile_size
+        self.keep_attention = keep_attention
         self.context_parallel_size = _positive_size(context_parallel_size)
         self._sizes["cp"] = self.context_parallel_size
         if "WORLD_SIZE" in os.environ:  # launched: fail before a model is loaded
@@ -132,11 +146,13 @@ def _positive_size(size: int | None) -> int:
         text = os.environ.get(CONTEXT_PARALLEL_SIZE_ENV, "1")
         source = f"the environment variable {CONTEXT_PARALLEL_SIZE_ENV}"
         size = int(text) if text.isdecimal() else text
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ConfigurationError(
-            f"The context-parallel size must be a positive integer; received {size!r} from {source}."
-        )
+    _check_positive(size, f"The context-parallel size (from {source})")
     return size
+
+
+def _check_positive(size: Any, name: str) -> None:
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ConfigurationError(f"{name} must be a positive integer; received {size!r}.")
 
 
 def active_config() -> ParallelismConfig | None:

@@ -18,7 +18,7 @@ from hf_striped.integrations.guard import (
     own_loss,
 )
 from hf_striped.integrations.loss_hooks import LossHooks
-from hf_striped.integrations.model import prepare_model
+from hf_striped.integrations.model import prepare_model, save_memory
 
 
 class StripedTrainerCallback(TrainerCallback):
@@ -48,6 +48,8 @@ class StripedTrainerCallback(TrainerCallback):
             return
         if active_context() is not None:
             prepare_model(model)
+        else:
+            save_memory(model)
         LossHooks.of(model).loss_only = own_loss(trainer) is not None
 
 

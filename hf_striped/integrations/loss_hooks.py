@@ -8,7 +8,6 @@ Two hooks on the model, put there by a default callback, patch no method of any 
   training, too, where TRL gathers its metrics so).
 """
 
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from hf_striped.context import ContextParallel
 from hf_striped.errors import UnsupportedFeatureError
 from hf_striped.integrations.accelerate import active_context
 from hf_striped.integrations.collator import NATURAL_KEY
-from hf_striped.integrations.predictions import whole_rows, withhold_logits
+from hf_striped.integrations.predictions import whole_rows, whole_rows_wanted, withhold_logits
 from hf_striped.integrations.transformers import CU_SEQLENS_KEY, REACHED_ATTENTION
 
 _ATTRIBUTE = "_striped_loss_hooks"
@@ -31,13 +30,10 @@ class LossHooks:
     """The hooks of one model, and what its Trainer wants of the outputs.
 
     Attributes:
-        whole_rows_wanted: in evaluation, outputs with one value a token are returned for whole rows in
-            natural order; otherwise logits are withheld, and only the loss is returned.
         loss_only: in training, too, logits are withheld, for a Trainer that may read them.
     """
 
     def __init__(self):
-        self.whole_rows_wanted = False
         self.loss_only = False
 
     @classmethod
@@ -51,15 +47,6 @@ class LossHooks:
             model.register_forward_hook(hooks.after, with_kwargs=True)
         return hooks
 
-    @contextmanager
-    def wanting_whole_rows(self):
-        """Within: evaluation returns whole rows."""
-        self.whole_rows_wanted = True
-        try:
-            yield
-        finally:
-            self.whole_rows_wanted = False
-
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
         """Before a striped forward pass: `num_items_in_batch` becomes the mean over the group, and what
         the collator kept for the Trainer is taken out.
@@ -67,7 +54,7 @@ class LossHooks:
         if CU_SEQLENS_KEY not in kwargs:
             return None
         labels_taken = kwargs.get("shift_labels") is not None and kwargs.get("labels") is None
-        if labels_taken and not self.whole_rows_wanted:
+        if labels_taken and not whole_rows_wanted():
             refuse_outside_loss("a batch whose labels were taken out before the model was called")
         kept = ("attention_mask", NATURAL_KEY)
         kwargs = {key: value for key, value in kwargs.items() if key not in kept}
@@ -111,7 +98,7 @@ class LossHooks:
         if module.training:
             return withhold_logits(output) if self.loss_only else output
         per_token_loss = isinstance(output, dict) and "log_probs" in output  # of TRL's SFTTrainer
-        if self.whole_rows_wanted or per_token_loss:
+        if whole_rows_wanted() or per_token_loss:
             return output if cp is None else whole_rows(output, cp, kwargs["position_ids"].shape)
         return withhold_logits(output)
 

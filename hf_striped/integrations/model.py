@@ -14,15 +14,18 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from hf_striped.errors import ConfigurationError, UnsupportedFeatureError
-from hf_striped.integrations.accelerate import active_context
+from hf_striped.integrations.accelerate import active_config, active_context
 from hf_striped.integrations.attention_checks import PREPARED, rope_depends_on_length
+from hf_striped.integrations.checkpointing import keep_attention_in_checkpoints
+from hf_striped.integrations.tiled_loss import tile_loss
 from hf_striped.integrations.transformers import CU_SEQLENS_KEY
 
 _MIXES_TOKENS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)
 
 
 def prepare_model(model: nn.Module) -> nn.Module:
-    """Check `model` for striped training and make its RoPE see the whole sequence.
+    """Check `model` for striped training, make its RoPE see the whole sequence, and let it save the memory
+    that the process's `StripedParallelismConfig` asks for (`loss_tile_size`, `keep_attention`).
 
     The Trainer does this by itself. In a loop of your own, call it once after the model is built.
 
@@ -36,6 +39,7 @@ def prepare_model(model: nn.Module) -> nn.Module:
         UnsupportedFeatureError: a layer that mixes tokens by other means than attention, named.
     """
     check_layers(model)
+    save_memory(model)
     if getattr(model, PREPARED, False):
         return model
     rotary = [module for module in model.modules() if _is_length_dependent_rotary(module)]
@@ -48,6 +52,15 @@ def prepare_model(model: nn.Module) -> nn.Module:
     for module in model.modules():
         setattr(module, PREPARED, True)
     return model
+
+
+def save_memory(model: nn.Module) -> None:
+    """What the process's `StripedParallelismConfig` asks of the model: loss tiles, kept attention."""
+    config = active_config()
+    if getattr(config, "loss_tile_size", None) is not None:
+        tile_loss(model, config.loss_tile_size)
+    if getattr(config, "keep_attention", False):
+        keep_attention_in_checkpoints(model)
 
 
 def check_layers(model: nn.Module) -> None:

@@ -5,6 +5,8 @@ order and P times too many rows, so whatever touches them is told. Wanting only 
 `StripedTrainer` asks for whole rows instead.
 """
 
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from hf_striped.context import ContextParallel
 from hf_striped.errors import UnsupportedFeatureError
 from hf_striped.striping import unstripe
 
+_whole_rows_wanted = ContextVar("whole_rows_wanted", default=False)
 # what DDP and FSDP do with every output
 _BOOKKEEPING = (Tensor.grad_fn.__get__, Tensor.requires_grad.__get__, Tensor.clone)
 
@@ -33,6 +36,21 @@ class WithheldLogits(Tensor):
             "whole; else evaluate for the loss alone (prediction_loss_only=True), and compute no loss of your "
             "own from logits."
         )
+
+
+def whole_rows_wanted() -> bool:
+    """Whether a Trainer asks for outputs with one value a token, of whole rows in natural order."""
+    return _whole_rows_wanted.get()
+
+
+@contextmanager
+def wanting_whole_rows():
+    """Within: evaluation returns whole rows."""
+    token = _whole_rows_wanted.set(True)
+    try:
+        yield
+    finally:
+        _whole_rows_wanted.reset(token)
 
 
 def withhold_logits(output: Any) -> Any:

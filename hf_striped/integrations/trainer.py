@@ -17,7 +17,8 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_striped.integrations.accelerate import active_context
 from hf_striped.integrations.collator import NATURAL_KEY, StripedDataCollator
-from hf_striped.integrations.loss_hooks import LossHooks, remaining_rows
+from hf_striped.integrations.loss_hooks import remaining_rows
+from hf_striped.integrations.predictions import wanting_whole_rows
 
 
 class StripedTrainerMixin:
@@ -77,7 +78,7 @@ class StripedTrainerMixin:
         natural = inputs.pop(NATURAL_KEY, None)
         if prediction_loss_only or natural is None:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        with LossHooks.of(self.model).wanting_whole_rows():
+        with wanting_whole_rows():
             loss, outputs, labels = super().prediction_step(
                 model, inputs, prediction_loss_only, ignore_keys
             )

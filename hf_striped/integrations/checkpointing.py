@@ -1,0 +1,45 @@
+"""Gradient checkpointing that keeps attention: the ring's output and log-sum-exp are not computed twice.
+
+Recomputing a layer would run its forward ring again, with all its communication. Its output and log-sum-exp
+are as large as the layer's input: keeping them too is what a selective checkpoint policy does.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from hf_striped.errors import ConfigurationError
+
+
+def keep_attention() -> tuple[Any, Any]:
+    """The `context_fn` of `torch.utils.checkpoint.checkpoint` that keeps what striped attention returns.
+
+    For a loop of your own; with a Trainer it is `StripedParallelismConfig(keep_attention=True)`:
+
+        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": hf_striped.keep_attention})
+
+    Returns:
+        The contexts of the forward pass and of the recomputation.
+    """
+    return create_selective_checkpoint_contexts([torch.ops.hf_striped.ring_attention.default])
+
+
+def keep_attention_in_checkpoints(model: nn.Module) -> None:
+    """Let the layers of `model` that checkpoint keep attention; without checkpointing nothing is recomputed.
+
+    Raises:
+        ConfigurationError: checkpointing is reentrant, which takes no policy.
+    """
+    for module in model.modules():
+        function = vars(module).get("_gradient_checkpointing_func")
+        if not isinstance(function, partial):
+            continue
+        if function.keywords.get("use_reentrant", True):
+            raise ConfigurationError(
+                "keep_attention needs gradient checkpointing that is not reentrant; received use_reentrant=True. "
+                'Pass gradient_checkpointing_kwargs={"use_reentrant": False}.'
+            )
+        module._gradient_checkpointing_func = partial(function, context_fn=keep_attention)
