@@ -7,7 +7,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hf_striped.context import ContextParallel
-from hf_striped.errors import BatchError
+from hf_striped.errors import BatchError, ConfigurationError
+from hf_striped.exchange import EXCHANGES
+from hf_striped.heads import (
+    heads_to_tokens,
+    repeat_key_heads,
+    tokens_to_heads,
+    why_heads_cannot_split,
+)
 from hf_striped.kernels import AUTO, choose_kernel
 from hf_striped.packing import dense_cu_seqlens
 from hf_striped.ring_op import ring_attention
@@ -27,6 +34,8 @@ def striped_ring_attention(
     return_lse: bool = False,
     chunk_size: int | None = None,
     kernel: str = AUTO,
+    exchange: str = AUTO,
+    heads_group: ProcessGroup | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact causal attention over a sequence striped across the ranks of `group`.
 
@@ -48,6 +57,12 @@ def striped_ring_attention(
         chunk_size: attention does not cross the ends of chunks of so many tokens, counted from each
             document's start (Llama 4); default no chunks.
         kernel: a name in `hf_striped.kernels.KERNELS`, or "auto".
+        exchange: how keys and values reach the other ranks: "ring", "gather" (all at once), or "auto":
+            gather where a rank's keys and values take at most `hf_striped.exchange.GATHER_BYTES`.
+        heads_group: the U ranks that share the heads of a stripe (heads x ring): then `group` is the ring of
+            R ranks alone, tokens are striped over P = U * R ranks, and rank u * R + i of them is rank u of
+            its `heads_group` and rank i of its `group`. Query heads are a multiple of U, and one of
+            `key_heads` and U is a multiple of the other. Default: one group, which is the ring.
 
     Returns:
         `[batch, query_heads, local_seq, value_head_dim]` in the type of `query`; with `return_lse`
@@ -62,26 +77,46 @@ def striped_ring_attention(
     Source: Striped Attention, arXiv 2311.09431; Ring Attention, arXiv 2310.01889.
     """
     _check_shapes(query, key, value)
-    cp = ContextParallel.from_group(group)
-    batch, _, local_seq, head_dim = query.shape
+    cp, sharers = ContextParallel.from_group(group), ContextParallel.from_group(heads_group)
+    batch, query_heads, local_seq, head_dim = query.shape
+    if reason := why_heads_cannot_split(query_heads, key.shape[1], sharers.size):
+        raise ConfigurationError(
+            f"The ranks of heads_group share the heads between them; received {sharers.size} ranks, and {reason}. "
+            "Use a smaller group."
+        )
     if cu_seqlens is None:
-        cu_seqlens = dense_cu_seqlens(batch, local_seq * cp.size)
+        cu_seqlens = dense_cu_seqlens(batch, local_seq * cp.size * sharers.size)
+    if exchange not in EXCHANGES:
+        raise ConfigurationError(f"exchange must be one of {EXCHANGES}; received {exchange!r}.")
     _check_rule(query, sliding_window, chunk_size, softcap, sinks)
+    query, key, value = (_to_row(tensor) for tensor in (query, key, value))
+    if sharers.size > 1:
+        key, value = (repeat_key_heads(tensor, sharers.size) for tensor in (key, value))
+        query, key, value = (tokens_to_heads(t, sharers.group_name) for t in (query, key, value))
+        sinks = None if sinks is None else sinks.chunk(sharers.size)[sharers.rank].contiguous()
     out, lse = ring_attention(
-        *(_to_row(tensor) for tensor in (query, key, value)),
+        query,
+        key,
+        value,
         sinks,
         cu_seqlens.cpu(),
         cp.group_name,
         choose_kernel(kernel, query.device, query.dtype, softcap).name,
+        exchange,
         head_dim**-0.5 if scale is None else scale,
         sliding_window,
         chunk_size,
         softcap,
     )
+    if sharers.size > 1:
+        out = heads_to_tokens(out, sharers.group_name)
     out = out.unflatten(0, (batch, local_seq)).transpose(1, 2)
     if not return_lse:
         return out
-    return out, lse.detach().unflatten(0, (batch, local_seq)).transpose(1, 2)
+    lse = lse.detach()
+    if sharers.size > 1:
+        lse = heads_to_tokens(lse.unsqueeze(-1), sharers.group_name).squeeze(-1)
+    return out, lse.unflatten(0, (batch, local_seq)).transpose(1, 2)
 
 
 def _to_row(tensor: Tensor) -> Tensor:

@@ -16,11 +16,15 @@ class ContextParallel:
         size: number of ranks in the group.
         rank: this process's rank within the group.
         group: the process group; None when `size` is 1.
+        ring_group: the part of the group that the ring runs on, where heads are shared as well.
+        heads_group: the ranks of the group that share heads; None when there is only the ring.
     """
 
     size: int = 1
     rank: int = 0
     group: ProcessGroup | None = None
+    ring_group: ProcessGroup | None = None
+    heads_group: ProcessGroup | None = None
 
     @property
     def group_name(self) -> str:

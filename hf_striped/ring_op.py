@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from hf_striped.context import ContextParallel
+from hf_striped.exchange import choose_exchange
 from hf_striped.kernels import choose_kernel
 from hf_striped.kernels.base import ScoreRule
 from hf_striped.lse import merge_partial_
 from hf_striped.packing import Span, block_spans, block_window, check_cu_seqlens, chunk_bounds
-from hf_striped.ring import RingStep, pack_pair, rotate_key_value, start_shift, unpack_pair
+from hf_striped.ring import RingStep
 
 
 @torch.library.custom_op("hf_striped::ring_attention", mutates_args=())
@@ -31,6 +32,7 @@ def ring_attention(
     cu_seqlens: Tensor,
     group_name: str,
     kernel: str,
+    exchange: str,
     scale: float,
     sliding_window: int | None,
     chunk_size: int | None,
@@ -45,7 +47,8 @@ def ring_attention(
     out, lse = _empty_result(query, value)
     lse.fill_(-torch.inf)
     out.zero_()
-    for step, k, v in rotate_key_value(cp, key, value, _steps(cp, sliding_window)):
+    blocks = choose_exchange(exchange, cp, key, value, _steps(cp, sliding_window)).blocks()
+    for step, k, v in blocks:
         for block in block_kernel.forward(query, k, v, *block_plan(step)):
             merge_partial_(out[block.queries], lse[block.queries], block.out, block.lse)
     if sinks is not None:
@@ -65,6 +68,7 @@ def ring_attention_backward(
     cu_seqlens: Tensor,
     group_name: str,
     kernel: str,
+    exchange: str,
     scale: float,
     sliding_window: int | None,
     chunk_size: int | None,
@@ -74,27 +78,17 @@ def ring_attention_backward(
     cp = ContextParallel.from_group_name(group_name)
     block_kernel = choose_kernel(kernel, query.device, query.dtype, softcap)
     block_plan = _plan(cp, cu_seqlens.tolist(), scale, sliding_window, chunk_size, softcap)
-    steps = _steps(cp, sliding_window)
-    wide = lse.dtype
-    dquery = torch.zeros_like(query, dtype=wide)
-    home = pack_pair(key, value, wide).zero_()  # dk and dv of this rank's own keys
-    incoming = None
-    for step, k, v in rotate_key_value(cp, key, value, steps):
-        block_dkv = home if step.index == 0 else torch.zeros_like(home)
-        dkey, dvalue = unpack_pair(block_dkv, key, value)
+    dquery = torch.zeros_like(query, dtype=lse.dtype)
+    blocks = choose_exchange(exchange, cp, key, value, _steps(cp, sliding_window))
+    blocks.start_gradients(lse.dtype)
+    for step, k, v in blocks.blocks():
+        dkey, dvalue = blocks.gradients_of(step)
         for block in block_kernel.backward(dout, query, k, v, out, lse, *block_plan(step)):
             dquery[block.queries] += block.dquery
             dkey[block.keys] += block.dkey
             dvalue[block.keys] += block.dvalue
-        if step.index > 0:
-            if incoming is not None:
-                block_dkv += incoming.wait()
-                incoming = None  # its buffers go before the next ones come
-            last = step.index == steps - 1
-            incoming = start_shift(cp, block_dkv, distance=-step.index if last else 1)
-    if incoming is not None:
-        home += incoming.wait()
-    dkey, dvalue = unpack_pair(home, key, value)
+        blocks.send_gradients(step)
+    dkey, dvalue = blocks.collect_gradients()
     return dquery.to(query.dtype), dkey.to(key.dtype, copy=True), dvalue.to(value.dtype, copy=True)
 
 

@@ -82,7 +82,8 @@ def ring(rank, world, name, kernel, options=None):
     query, key, value, dout = (stripe(t, 2, world, rank).clone() for t in tensors)
     leaves = [t.requires_grad_() for t in (query, key, value)]
     group = dist.group.WORLD if world > 1 else None
-    options = {"scale": 0.3, "cu_seqlens": cu_seqlens, "kernel": kernel, **(options or {})}
+    given = {"scale": 0.3, "cu_seqlens": cu_seqlens, "kernel": kernel, "exchange": "ring"}
+    options = {**given, **(options or {})}
     if options.get("sinks") is not None:
         leaves.append(options["sinks"].clone().requires_grad_())
         options["sinks"] = leaves[-1]
@@ -93,15 +94,17 @@ def ring(rank, world, name, kernel, options=None):
     return out.detach(), lse, *once
 
 
-@pytest.mark.parametrize("kernel", ["cpu", "reference"])
+@pytest.mark.parametrize(
+    ("kernel", "exchange"), [("cpu", "ring"), ("reference", "ring"), ("cpu", "gather")]
+)
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", SHAPES)
 def test_output_and_gradients_equal_one_process_and_again_on_a_second_backward(  # C07 C20
-    ranks, name, cp_size, kernel
+    ranks, name, cp_size, kernel, exchange
 ):
     *tensors, cu_seqlens = inputs(name, cp_size)
     out, lse, gradients = one_process(*tensors, cu_seqlens, 0.3)
-    results = ranks.run(cp_size, ring, name, kernel)
+    results = ranks.run(cp_size, ring, name, kernel, {"exchange": exchange})
     found = [unstripe(shards, 2) for shards in zip(*results, strict=True)]
     assert_outputs_equal(found[0], out)
     assert_outputs_equal(found[1], lse)
@@ -130,7 +133,8 @@ def test_windows_softcap_and_sinks_equal_one_process(ranks, rule, name, cp_size)
     if "sinks" in options:
         options["sinks"] = options["sinks"][: SHAPES[name][1]]
     out, lse, gradients = one_process(*tensors, cu_seqlens, 0.3, **options)
-    results = ranks.run(cp_size, ring, name, "auto", options)
+    exchange = "gather" if cp_size == 3 else "ring"
+    results = ranks.run(cp_size, ring, name, "auto", {**options, "exchange": exchange})
     found = list(zip(*results, strict=True))
     assert_outputs_equal(unstripe(found[0], 2), out)
     assert_outputs_equal(unstripe(found[1], 2), lse)
@@ -160,7 +164,7 @@ def layers_with_sleeps(rank, world, steps, layers):
         hidden = leaf
         for _ in range(layers):
             time.sleep(nap.random() / 500)
-            hidden = striped_ring_attention(hidden, key, value, dist.group.WORLD)
+            hidden = striped_ring_attention(hidden, key, value, dist.group.WORLD, exchange="ring")
         hidden.sum().backward()
         results.append((hidden.detach(), leaf.grad))
     assert all(
@@ -232,7 +236,9 @@ def traffic(rank, world, sliding_window=None):
     try:
         *tensors, _ = inputs("dense", world)
         query, key, value, _ = (stripe(t, 2, world, rank) for t in tensors)
-        striped_ring_attention(query, key, value, dist.group.WORLD, sliding_window=sliding_window)
+        striped_ring_attention(
+            query, key, value, dist.group.WORLD, sliding_window=sliding_window, exchange="ring"
+        )
     finally:
         hf_striped.ring.start_shift = start
     return most[0], sent, key.numel() + value.numel()
@@ -288,5 +294,5 @@ def test_the_operators_pass_torchs_own_checks():
     ]
     bounds = torch.tensor([0, 6], dtype=torch.int32)
     for sinks in (None, SINKS[:4].clone().requires_grad_()):
-        arguments = (*rows, sinks, bounds, "", "reference", 0.3, 4, None, 2.0)
+        arguments = (*rows, sinks, bounds, "", "reference", "ring", 0.3, 4, None, 2.0)
         torch.library.opcheck(torch.ops.hf_striped.ring_attention.default, arguments)

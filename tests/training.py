@@ -46,7 +46,9 @@ def train(
         "seed": 7,
     }
     if striped:
-        fields["parallelism_config"] = StripedParallelismConfig(cp_size, **(config or {}))
+        fields["parallelism_config"] = StripedParallelismConfig(
+            cp_size, **{"exchange": "ring", **(config or {})}
+        )
         collator = StripedDataCollator(collator)
     network = model("striped_ring" if striped else "sdpa")
     try:

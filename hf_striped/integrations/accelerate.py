@@ -6,15 +6,19 @@ With 1 the Trainer adds up what each rank counts on its stripe: docs/explanation
 """
 
 import os
+from dataclasses import replace
+from math import gcd
 from typing import Any
 
 from accelerate import ParallelismConfig
-from accelerate.data_loader import DataLoaderDispatcher
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
+from torch.distributed.device_mesh import DeviceMesh
 
 from hf_striped.context import ContextParallel
 from hf_striped.errors import ConfigurationError
+from hf_striped.exchange import EXCHANGES
+from hf_striped.heads import why_heads_cannot_split
 from hf_striped.kernels import AUTO, KERNELS
 
 CONTEXT_PARALLEL_SIZE_ENV = "HF_STRIPED_CONTEXT_PARALLEL_SIZE"
@@ -31,6 +35,11 @@ class StripedParallelismConfig(ParallelismConfig):
         context_parallel_size: processes a sequence is spread over; default the environment variable
             `HF_STRIPED_CONTEXT_PARALLEL_SIZE`, else 1.
         kernel: the block kernel, a name in `hf_striped.kernels.KERNELS`, or "auto".
+        exchange: how keys and values reach the other ranks, "ring", "gather" or "auto":
+            `hf_striped.striped_ring_attention`.
+        heads_parallel_size: ranks of a group that share attention heads by an all-to-all, inside the ring of
+            the others; divides `context_parallel_size`. Default: the number of machines that a group spans,
+            as far as it divides the key heads (1 on one machine): `prepare_model` settles it.
         loss_tile_size: compute the loss in tiles of so many tokens, which are recomputed in the backward
             pass: logits of one tile are alive instead of the stripe's. Default: no tiles.
         keep_attention: with gradient checkpointing, keep the output and log-sum-exp of attention while the
@@ -48,6 +57,8 @@ class StripedParallelismConfig(ParallelismConfig):
         context_parallel_size: int | None = None,
         *,
         kernel: str = AUTO,
+        exchange: str = AUTO,
+        heads_parallel_size: int | None = None,
         loss_tile_size: int | None = None,
         keep_attention: bool = False,
         **fields: Any,
@@ -66,11 +77,23 @@ class StripedParallelismConfig(ParallelismConfig):
             )
         if loss_tile_size is not None:
             _check_positive(loss_tile_size, "loss_tile_size")
+        if exchange not in EXCHANGES:
+            raise ConfigurationError(f"exchange must be one of {EXCHANGES}; received {exchange!r}.")
         self.kernel = kernel
+        self.exchange = exchange
         self.loss_tile_size = loss_tile_size
         self.keep_attention = keep_attention
         self.context_parallel_size = _positive_size(context_parallel_size)
         self._sizes["cp"] = self.context_parallel_size
+        self.heads_parallel_size = heads_parallel_size
+        if heads_parallel_size is not None:
+            _check_positive(heads_parallel_size, "heads_parallel_size")
+            if self.context_parallel_size % heads_parallel_size:
+                raise ConfigurationError(
+                    "heads_parallel_size must divide context_parallel_size; received "
+                    f"{heads_parallel_size} and {self.context_parallel_size}."
+                )
+        self._context: ContextParallel | None = None
         if "WORLD_SIZE" in os.environ:  # launched: fail before a model is loaded
             self._check_process_count(int(os.environ["WORLD_SIZE"]))
 
@@ -108,6 +131,38 @@ class StripedParallelismConfig(ParallelismConfig):
             self._complete_sizes(PartialState().num_processes)
         return super().get_device_mesh(device_type)
 
+    @property
+    def context(self) -> ContextParallel | None:
+        """This process's context-parallel group; None when nothing is striped, or there is no mesh yet."""
+        if self._context is None and self.striped and self.device_mesh is not None:
+            self._context = ContextParallel.from_group(self.device_mesh["cp"].get_group())
+        return self._context
+
+    def share_heads(self, query_heads: int, key_heads: int) -> None:
+        """Make the groups of heads x ring for a model with these heads; every rank calls it.
+
+        Raises:
+            ConfigurationError: `heads_parallel_size` ranks cannot share them.
+        """
+        if self.context is None or self.context.heads_group is not None:
+            return
+        size = self.heads_parallel_size
+        if size is None:
+            local = int(os.environ.get("LOCAL_WORLD_SIZE", self.context_parallel_size))
+            machines = self.context_parallel_size // gcd(self.context_parallel_size, local)
+            size = gcd(machines, key_heads)
+        if reason := why_heads_cannot_split(query_heads, key_heads, size):
+            raise ConfigurationError(
+                f"The ranks that share heads must be able to; received heads_parallel_size={size}, and {reason}. "
+                "Choose another size."
+            )
+        if size > 1:
+            ranks = self.device_mesh.mesh.reshape(-1, size, self.context_parallel_size // size)
+            names = ("data", "heads", "ring")
+            mesh = DeviceMesh(self.device_mesh.device_type, ranks, mesh_dim_names=names)
+            groups = {f"{name}_group": mesh[name].get_group() for name in names[1:]}
+            self._context = replace(self._context, **groups)
+
     def _check_process_count(self, num_processes: int) -> None:
         context = self.context_parallel_size
         if num_processes % context:
@@ -136,8 +191,8 @@ class StripedParallelismConfig(ParallelismConfig):
         """The sizes were checked before the mesh was built, for CPU processes too."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the device mesh, which belongs to this process (the Trainer pickles its arguments)."""
-        return {name: value for name, value in vars(self).items() if name != "device_mesh"}
+        """Without mesh and groups, which belong to this process (the Trainer pickles its arguments)."""
+        return {**vars(self), "device_mesh": None, "_context": None}
 
 
 def _positive_size(size: int | None) -> int:
@@ -153,49 +208,3 @@ def _positive_size(size: int | None) -> int:
 def _check_positive(size: Any, name: str) -> None:
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise ConfigurationError(f"{name} must be a positive integer; received {size!r}.")
-
-
-def active_config() -> ParallelismConfig | None:
-    """The parallelism config of this process's Accelerator, if there is one.
-
-    Raises:
-        ConfigurationError: it is Accelerate's own context or sequence parallelism.
-    """
-    config = AcceleratorState._shared_state.get("parallelism_config")
-    if config is not None and (config.cp_enabled or config.sp_enabled):
-        raise ConfigurationError(
-            "Accelerate's own sequence splitting is on, and striping would split each sequence twice; "
-            f"received ParallelismConfig(cp_size={config.cp_size}, sp_size={config.sp_size}). "
-            f"Pass StripedParallelismConfig(context_parallel_size={config.cp_size * config.sp_size}) instead."
-        )
-    return config
-
-
-def active_context() -> ContextParallel | None:
-    """This process's context-parallel group as Accelerate's mesh has it; None when nothing is striped."""
-    config = active_config()
-    if not isinstance(config, StripedParallelismConfig) or not config.striped:
-        return None
-    mesh = config.device_mesh
-    if mesh is None:
-        return None
-    return ContextParallel.from_group(mesh["cp"].get_group())
-
-
-def check_not_dispatched() -> None:
-    """Raise `ConfigurationError` while the main process collates the batches of all others.
-
-    It would stripe them for its own rank, and Accelerate would cut them once more by rows.
-    """
-    if isinstance(GradientState().active_dataloader, DataLoaderDispatcher):
-        raise ConfigurationError(
-            "Each rank must collate its own stripe, and Accelerate's dispatch_batches (its default for an "
-            "IterableDataset) collates on the main process for all. Pass "
-            'accelerator_config={"dispatch_batches": False} to TrainingArguments, or '
-            "DataLoaderConfiguration(dispatch_batches=False) to Accelerator."
-        )
-
-
-def active_kernel() -> str:
-    """The block kernel that this process's config names."""
-    return getattr(active_config(), "kernel", AUTO)

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import DEFAULT_CALLBACKS
 
-from hf_striped.integrations.accelerate import active_context
+from hf_striped.integrations.active import active_context
 from hf_striped.integrations.collator import StripedDataCollator
 from hf_striped.integrations.guard import (
     check_arguments,

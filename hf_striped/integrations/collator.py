@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase
 
 from hf_striped.errors import BatchError, ConfigurationError, UnsupportedFeatureError
-from hf_striped.integrations.accelerate import active_context
+from hf_striped.integrations.active import active_context
 from hf_striped.integrations.documents import (
     DOCUMENT_KEYS,
     document_starts,

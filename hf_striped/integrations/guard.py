@@ -12,11 +12,8 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from hf_striped.errors import ConfigurationError, UnsupportedFeatureError
-from hf_striped.integrations.accelerate import (
-    StripedParallelismConfig,
-    active_config,
-    active_context,
-)
+from hf_striped.integrations.accelerate import StripedParallelismConfig
+from hf_striped.integrations.active import active_config, active_context
 from hf_striped.integrations.collator import StripedDataCollator
 from hf_striped.integrations.loss_hooks import refuse_outside_loss
 from hf_striped.integrations.trainer import StripedTrainerMixin

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hf_striped.context import ContextParallel
 from hf_striped.errors import UnsupportedFeatureError
-from hf_striped.integrations.accelerate import active_context
+from hf_striped.integrations.active import active_context
 from hf_striped.integrations.collator import NATURAL_KEY
 from hf_striped.integrations.predictions import whole_rows, whole_rows_wanted, withhold_logits
 from hf_striped.integrations.transformers import CU_SEQLENS_KEY, REACHED_ATTENTION

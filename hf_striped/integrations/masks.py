@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import masking_utils
 
 from hf_striped.errors import UnsupportedFeatureError
-from hf_striped.integrations.accelerate import active_context
+from hf_striped.integrations.active import active_context
 
 _WINDOW = f"{masking_utils.sliding_window_overlay.__qualname__}.<locals>.inner_mask"
 _CHUNK = f"{masking_utils.chunked_overlay.__qualname__}.<locals>.inner_mask"

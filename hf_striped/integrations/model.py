@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from hf_striped.errors import ConfigurationError, UnsupportedFeatureError
-from hf_striped.integrations.accelerate import active_config, active_context
+from hf_striped.integrations.active import active_config, active_context
 from hf_striped.integrations.attention_checks import PREPARED, rope_depends_on_length
 from hf_striped.integrations.checkpointing import keep_attention_in_checkpoints
 from hf_striped.integrations.tiled_loss import tile_loss
@@ -40,6 +40,7 @@ def prepare_model(model: nn.Module) -> nn.Module:
     """
     check_layers(model)
     save_memory(model)
+    _share_heads(model)
     if getattr(model, PREPARED, False):
         return model
     rotary = [module for module in model.modules() if _is_length_dependent_rotary(module)]
@@ -61,6 +62,14 @@ def save_memory(model: nn.Module) -> None:
         tile_loss(model, config.loss_tile_size)
     if getattr(config, "keep_attention", False):
         keep_attention_in_checkpoints(model)
+
+
+def _share_heads(model: nn.Module) -> None:
+    config = model.config.get_text_config()
+    query_heads = getattr(config, "num_attention_heads", 1)
+    key_heads = getattr(config, "num_key_value_heads", None) or query_heads
+    if active_context() is not None:
+        active_config().share_heads(query_heads, key_heads)
 
 
 def check_layers(model: nn.Module) -> None:

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_pt_utils import LabelSmoother
 
-from hf_striped.integrations.accelerate import active_context
+from hf_striped.integrations.active import active_context
 from hf_striped.integrations.collator import NATURAL_KEY, StripedDataCollator
 from hf_striped.integrations.loss_hooks import remaining_rows
 from hf_striped.integrations.predictions import wanting_whole_rows

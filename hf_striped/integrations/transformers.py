@@ -17,9 +17,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from hf_striped.attention import striped_ring_attention
 from hf_striped.context import ContextParallel
 from hf_striped.errors import ConfigurationError
-from hf_striped.integrations.accelerate import (
+from hf_striped.integrations.active import (
+    active_choices,
     active_context,
-    active_kernel,
+    check_heads_shared,
     check_not_dispatched,
 )
 from hf_striped.integrations.attention_checks import (
@@ -128,6 +129,7 @@ def striped_ring_attention_forward(
     check_causal_self_attention(module, is_causal)
     check_config(module, cp)
     check_not_dispatched()
+    check_heads_shared(cp)
     cu_seqlens = _on_cpu(striped_cu_seqlens)
     if not torch.compiler.is_compiling():  # there the operator checks it
         check_stripe(query, cu_seqlens, cp)
@@ -141,14 +143,15 @@ def striped_ring_attention_forward(
         query,
         key,
         value,
-        cp.group if cp is not None else None,
+        None if cp is None else cp.group if cp.heads_group is None else cp.ring_group,
+        heads_group=None if cp is None else cp.heads_group,
         scale=scaling,
         cu_seqlens=cu_seqlens,
         sliding_window=rule.sliding_window,
         chunk_size=rule.chunk_size,
         softcap=softcap,
         sinks=s_aux,
-        kernel=active_kernel(),
+        **active_choices(),
     )
     return out.transpose(1, 2), None
 
