@@ -130,6 +130,7 @@ def version_2():
                  window_size_left, window_size_right, softcap, alibi_slopes, deterministic,
                  rng_state=None):  # fmt: skip
         assert causal and dropout_p == 0.0 and alibi_slopes is None
+        assert deterministic is torch.are_deterministic_algorithms_enabled()
         rule = package_rule(softmax_scale, window_size_left, window_size_right, softcap)
         bounds = cu_seqlens_q, cu_seqlens_k
         found = stand_in_backward(dout, q, k, v, out, softmax_lse, *bounds, rule)
@@ -156,7 +157,7 @@ def version_3():
                  max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None,
                  softmax_scale=None, is_causal=False, window_size_left=-1, window_size_right=-1,
                  softcap=0.0, deterministic=False):  # fmt: skip
-        assert is_causal
+        assert is_causal and deterministic is torch.are_deterministic_algorithms_enabled()
         rule = package_rule(softmax_scale, window_size_left, window_size_right, softcap)
         bounds = cu_seqlens_q, cu_seqlens_k
         found = stand_in_backward(dout, q, k, v, out, softmax_lse, *bounds, rule)
@@ -215,6 +216,17 @@ def test_a_query_that_never_saw_a_key_has_no_gradient_and_no_nan(kernel):
     (piece,) = kernel.backward(torch.ones_like(out), query, key, value, out, lse, spans, rule)
     assert not piece.dquery[3].any()
     assert all(tensor.isfinite().all() for tensor in (piece.dquery, piece.dkey, piece.dvalue))
+
+
+def test_the_package_is_told_to_be_deterministic(kernel):
+    spans, rule = block_spans([0, 24], 2, 1, 0), ScoreRule(0.3)
+    query, key, value = block([0, 24], 2)
+    torch.use_deterministic_algorithms(True)
+    try:
+        out, lse = whole(kernel.forward(query, key, value, spans, rule), query)
+        assert len(list(kernel.backward(out, query, key, value, out, lse, spans, rule))) == 1
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_a_head_dim_that_flash_attention_does_not_take_is_refused(kernel):

@@ -68,7 +68,7 @@ class FlashAttnKernel(VarlenKernel):
             "dout": dout,
             "out": out,
             "softmax_lse": lse,
-            "deterministic": False,
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
         }
         if _is_version_3(package):
             package._flash_attn_backward(**arguments, is_causal=True)
