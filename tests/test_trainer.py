@@ -228,7 +228,7 @@ def test_the_size_defaults_to_the_environment(monkeypatch):
     monkeypatch.setenv("HF_STRIPED_CONTEXT_PARALLEL_SIZE", "4")
     assert StripedParallelismConfig().context_parallel_size == 4
     monkeypatch.setenv("HF_STRIPED_CONTEXT_PARALLEL_SIZE", "four")
-    with pytest.raises(ValueError, match="HF_STRIPED_CONTEXT_PARALLEL_SIZE.*received 'four'"):
+    with pytest.raises(ValueError, match=r"HF_STRIPED_CONTEXT_PARALLEL_SIZE.*received 'four'"):
         StripedParallelismConfig()
     monkeypatch.delenv("HF_STRIPED_CONTEXT_PARALLEL_SIZE")
     assert StripedParallelismConfig().context_parallel_size == 1

@@ -1,7 +1,9 @@
 """Block attention by ATen's flash attention for CPU: exact, trains, grouped heads unexpanded.
 
-It takes one span a call, over views of the packed row: no copy, no padding. With a sliding window it
-takes the span in tiles of queries, each with the keys in reach and a mask of that size.
+It works on views of the packed row: no copy, no padding. A causal call computes whole tiles along the diagonal
+and throws half of them away, 9 % of a backward pass of 4096 tokens; so a span is halved again and again into
+rectangles and small triangles. With a sliding window it is taken in tiles of queries, each with the keys in
+reach and a mask of that size.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +15,8 @@ from hf_striped.kernels.base import BlockGradients, BlockOutput, ScoreRule, wide
 from hf_striped.kernels.tiles import tiles
 from hf_striped.packing import Span
 
-TILE = 128
+TILE = 128  # queries of a call with a window
+TRIANGLE = 128  # queries of the smallest causal call
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -39,12 +42,12 @@ class CpuKernel:
         head_dim, value_head_dim = query.shape[-1], value.shape[-1]
         width = max(head_dim, value_head_dim)
         query, key, value = (widen(tensor, width) for tensor in (query, key, value))
-        for queries, keys, mask in _pieces(spans, rule, query.dtype):
+        for queries, keys, causal, mask in _pieces(spans, rule, query.dtype):
             out, lse = _forward(
                 _heads_first(query[queries]),
                 _heads_first(key[keys]),
                 _heads_first(value[keys]),
-                is_causal=mask is None,
+                is_causal=causal,
                 attn_mask=mask,
                 scale=rule.scale,
             )
@@ -66,7 +69,7 @@ class CpuKernel:
         dout, query, key, value, out = (
             widen(tensor, width) for tensor in (dout, query, key, value, out)
         )
-        for queries, keys, mask in _pieces(spans, rule, query.dtype):
+        for queries, keys, causal, mask in _pieces(spans, rule, query.dtype):
             dquery, dkey, dvalue = _backward(
                 _heads_first(dout[queries]),
                 _heads_first(query[queries]),
@@ -75,7 +78,7 @@ class CpuKernel:
                 _heads_first(out[queries]),
                 lse[queries].T.unsqueeze(0),
                 0.0,
-                mask is None,
+                causal,
                 attn_mask=mask,
                 scale=rule.scale,
             )
@@ -90,18 +93,29 @@ class CpuKernel:
 
 def _pieces(
     spans: Sequence[Span], rule: ScoreRule, dtype: torch.dtype
-) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Queries, keys and additive mask of each call; no mask where plain causality is the rule."""
+) -> Iterator[tuple[slice, slice, bool, Tensor | None]]:
+    """Queries, keys, whether plain causality is the rule, and the additive mask of each call."""
     for span in spans:
         if rule.window_left is None or rule.window_left >= span.length - 1:
-            yield span.queries, span.keys, None
+            for queries, keys, causal in _halves(span):
+                yield queries, keys, causal, None
             continue
         for queries, keys, hidden in tiles(span, rule.window_left, TILE):
-            yield (
-                queries,
-                keys,
-                torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf),
-            )
+            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
+            yield queries, keys, False, mask
+
+
+def _halves(span: Span) -> Iterator[tuple[slice, slice, bool]]:
+    """A causal span as triangles (causal) and the rectangles between them."""
+    if span.length < 2 * TRIANGLE:
+        yield span.queries, span.keys, True
+        return
+    half = span.length // 2
+    first = Span(span.query_start, span.key_start, half)
+    second = Span(span.query_start + half, span.key_start + half, span.length - half)
+    yield from _halves(first)
+    yield second.queries, first.keys, False
+    yield from _halves(second)
 
 
 def _heads_first(row: Tensor) -> Tensor:
