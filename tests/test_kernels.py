@@ -10,6 +10,7 @@ from hf_striped.kernels import KERNELS, choose_kernel
 from hf_striped.kernels import cpu as cpu_module
 from hf_striped.kernels import reference as reference_module
 from hf_striped.kernels.base import ScoreRule
+from hf_striped.lse import merge_partial_
 from hf_striped.packing import block_spans
 from tests.tolerances import assert_gradients_equal, assert_outputs_equal
 
@@ -40,13 +41,14 @@ def block(bounds, cp_size, heads=4, key_heads=2, head_dim=8, value_head_dim=8, d
 
 
 def whole(pieces, like):
-    """The pieces of a forward pass in one tensor each, zero and -inf where nothing was computed."""
+    """The pieces of a forward pass merged, zero and -inf where nothing was computed."""
     out = torch.zeros(*like.shape[:2], 0)
     lse = torch.full(like.shape[:2], -torch.inf, dtype=torch.float64)
     for piece in pieces:
         if out.shape[-1] == 0:
             out = torch.zeros(*like.shape[:2], piece.out.shape[-1], dtype=torch.float64)
-        out[piece.queries], lse[piece.queries] = piece.out.double(), piece.lse.double()
+        sofar = out[piece.queries], lse[piece.queries]
+        merge_partial_(*sofar, piece.out.detach().double(), piece.lse.detach().double())
     return out, lse
 
 
@@ -80,6 +82,7 @@ def tile_size(request, monkeypatch):
     """Tests run on sequences of a few tokens: cut them as long ones are cut."""
     monkeypatch.setattr(reference_module, "TILE", request.param)
     monkeypatch.setattr(cpu_module, "TILE", request.param)
+    monkeypatch.setattr(cpu_module, "TRIANGLE", request.param)
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
