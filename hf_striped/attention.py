@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 
 from hf_striped.context import ContextParallel
 from hf_striped.errors import BatchError, ConfigurationError
-from hf_striped.exchange import EXCHANGES
+from hf_striped.exchange import EXCHANGES, RING
 from hf_striped.heads import (
     heads_to_tokens,
     repeat_key_heads,
@@ -34,7 +34,7 @@ def striped_ring_attention(
     return_lse: bool = False,
     chunk_size: int | None = None,
     kernel: str = AUTO,
-    exchange: str = AUTO,
+    exchange: str = RING,
     heads_group: ProcessGroup | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact causal attention over a sequence striped across the ranks of `group`.
@@ -57,8 +57,8 @@ def striped_ring_attention(
         chunk_size: attention does not cross the ends of chunks of so many tokens, counted from each
             document's start (Llama 4); default no chunks.
         kernel: a name in `hf_striped.kernels.KERNELS`, or "auto".
-        exchange: how keys and values reach the other ranks: "ring", "gather" (all at once), or "auto":
-            gather where a rank's keys and values take at most `hf_striped.exchange.GATHER_BYTES`.
+        exchange: how keys and values reach the other ranks: "ring", or "gather" (all at once, in the memory
+            of all blocks; docs/benchmarks.md compares them).
         heads_group: the U ranks that share the heads of a stripe (heads x ring): then `group` is the ring of
             R ranks alone, tokens are striped over P = U * R ranks, and rank u * R + i of them is rank u of
             its `heads_group` and rank i of its `group`. Query heads are a multiple of U, and one of

@@ -2,8 +2,8 @@
 
     ring    one block at a time from neighbour to neighbour, in flight while the one before is used; dk and dv
             travel on with their keys. At most two remote blocks are alive.
-    gather  all blocks at once, and the sums of dk and dv scattered at the end: for stripes so short that
-            waiting for P messages one after another costs more than the memory of all blocks.
+    gather  all blocks at once, and the sums of dk and dv scattered at the end, in the memory of all blocks:
+            for links on which waiting for P messages one after another costs more than that.
 
 A forward pass takes `blocks`; a backward pass takes `blocks` and gives each block's gradients to `add`.
 """
@@ -25,9 +25,8 @@ from hf_striped.ring import (
     unpack_pair,
 )
 
-AUTO, RING, GATHER = "auto", "ring", "gather"
-EXCHANGES = (AUTO, RING, GATHER)
-GATHER_BYTES = 512 * 1024  # of one rank's keys and values: docs/explanation/striping.md
+RING, GATHER = "ring", "gather"
+EXCHANGES = (RING, GATHER)
 
 
 class RingExchange:
@@ -102,13 +101,9 @@ class GatherExchange(RingExchange):
         return unpack_pair(own, self._key, self._value)
 
 
-def choose_exchange(
+def make_exchange(
     name: str, cp: ContextParallel, key: Tensor, value: Tensor, steps: int
 ) -> RingExchange:
-    """The exchange called `name`, or for "auto" the one for this size: the same on every rank."""
-    size = key.numel() * key.element_size() + value.numel() * value.element_size()
-    if name == AUTO:
-        name = GATHER if size <= GATHER_BYTES else RING
-    if name == RING or steps == 1:
-        return RingExchange(cp, key, value, steps)
-    return GatherExchange(cp, key, value, steps)
+    """The exchange called `name`; a single step exchanges nothing."""
+    exchange = GatherExchange if name == GATHER and steps > 1 else RingExchange
+    return exchange(cp, key, value, steps)

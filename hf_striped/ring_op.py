@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_striped.context import ContextParallel
-from hf_striped.exchange import choose_exchange
+from hf_striped.exchange import make_exchange
 from hf_striped.kernels import choose_kernel
 from hf_striped.kernels.base import ScoreRule
 from hf_striped.lse import merge_partial_
@@ -47,7 +47,7 @@ def ring_attention(
     out, lse = _empty_result(query, value)
     lse.fill_(-torch.inf)
     out.zero_()
-    blocks = choose_exchange(exchange, cp, key, value, _steps(cp, sliding_window)).blocks()
+    blocks = make_exchange(exchange, cp, key, value, _steps(cp, sliding_window)).blocks()
     for step, k, v in blocks:
         for block in block_kernel.forward(query, k, v, *block_plan(step)):
             merge_partial_(out[block.queries], lse[block.queries], block.out, block.lse)
@@ -79,7 +79,7 @@ def ring_attention_backward(
     block_kernel = choose_kernel(kernel, query.device, query.dtype, softcap)
     block_plan = _plan(cp, cu_seqlens.tolist(), scale, sliding_window, chunk_size, softcap)
     dquery = torch.zeros_like(query, dtype=lse.dtype)
-    blocks = choose_exchange(exchange, cp, key, value, _steps(cp, sliding_window))
+    blocks = make_exchange(exchange, cp, key, value, _steps(cp, sliding_window))
     blocks.start_gradients(lse.dtype)
     for step, k, v in blocks.blocks():
         dkey, dvalue = blocks.gradients_of(step)

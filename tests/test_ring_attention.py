@@ -82,7 +82,7 @@ def ring(rank, world, name, kernel, options=None):
     query, key, value, dout = (stripe(t, 2, world, rank).clone() for t in tensors)
     leaves = [t.requires_grad_() for t in (query, key, value)]
     group = dist.group.WORLD if world > 1 else None
-    given = {"scale": 0.3, "cu_seqlens": cu_seqlens, "kernel": kernel, "exchange": "ring"}
+    given = {"scale": 0.3, "cu_seqlens": cu_seqlens, "kernel": kernel}
     options = {**given, **(options or {})}
     if options.get("sinks") is not None:
         leaves.append(options["sinks"].clone().requires_grad_())
@@ -236,9 +236,7 @@ def traffic(rank, world, sliding_window=None):
     try:
         *tensors, _ = inputs("dense", world)
         query, key, value, _ = (stripe(t, 2, world, rank) for t in tensors)
-        striped_ring_attention(
-            query, key, value, dist.group.WORLD, sliding_window=sliding_window, exchange="ring"
-        )
+        striped_ring_attention(query, key, value, dist.group.WORLD, sliding_window=sliding_window)
     finally:
         hf_striped.ring.start_shift = start
     return most[0], sent, key.numel() + value.numel()
@@ -296,3 +294,23 @@ def test_the_operators_pass_torchs_own_checks():
     for sinks in (None, SINKS[:4].clone().requires_grad_()):
         arguments = (*rows, sinks, bounds, "", "reference", "ring", 0.3, 4, None, 2.0)
         torch.library.opcheck(torch.ops.hf_striped.ring_attention.default, arguments)
+
+
+def saved_bytes(rank, world):
+    """What one attention layer keeps for the backward pass on one rank."""
+    *tensors, _ = inputs("dense", 4)
+    query, key, value, _ = (stripe(t, 2, world, rank).clone().requires_grad_() for t in tensors)
+    saved = {}
+
+    def keep(tensor):
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        striped_ring_attention(query, key, value, dist.group.WORLD if world > 1 else None)
+    return sum(saved.values())
+
+
+def test_what_a_layer_keeps_falls_as_one_over_the_group(ranks):
+    (alone,) = ranks.run(1, saved_bytes)
+    assert all(kept <= 0.3 * alone for kept in ranks.run(4, saved_bytes))

@@ -46,9 +46,7 @@ def train(
         "seed": 7,
     }
     if striped:
-        fields["parallelism_config"] = StripedParallelismConfig(
-            cp_size, **{"exchange": "ring", **(config or {})}
-        )
+        fields["parallelism_config"] = StripedParallelismConfig(cp_size, **(config or {}))
         collator = StripedDataCollator(collator)
     network = model("striped_ring" if striped else "sdpa")
     try:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hf_striped.context import ContextParallel
 from hf_striped.errors import ConfigurationError
-from hf_striped.exchange import EXCHANGES
+from hf_striped.exchange import EXCHANGES, RING
 from hf_striped.heads import why_heads_cannot_split
 from hf_striped.kernels import AUTO, KERNELS
 
@@ -35,7 +35,7 @@ class StripedParallelismConfig(ParallelismConfig):
         context_parallel_size: processes a sequence is spread over; default the environment variable
             `HF_STRIPED_CONTEXT_PARALLEL_SIZE`, else 1.
         kernel: the block kernel, a name in `hf_striped.kernels.KERNELS`, or "auto".
-        exchange: how keys and values reach the other ranks, "ring", "gather" or "auto":
+        exchange: how keys and values reach the other ranks, "ring" or "gather":
             `hf_striped.striped_ring_attention`.
         heads_parallel_size: ranks of a group that share attention heads by an all-to-all, inside the ring of
             the others; divides `context_parallel_size`. Default: the number of machines that a group spans,
@@ -57,7 +57,7 @@ class StripedParallelismConfig(ParallelismConfig):
         context_parallel_size: int | None = None,
         *,
         kernel: str = AUTO,
-        exchange: str = AUTO,
+        exchange: str = RING,
         heads_parallel_size: int | None = None,
         loss_tile_size: int | None = None,
         keep_attention: bool = False,

@@ -6,8 +6,9 @@ from accelerate.state import AcceleratorState, GradientState
 
 from hf_striped.context import ContextParallel
 from hf_striped.errors import ConfigurationError
-from hf_striped.exchange import AUTO
+from hf_striped.exchange import RING
 from hf_striped.integrations.accelerate import StripedParallelismConfig
+from hf_striped.kernels import AUTO
 
 
 def active_config() -> ParallelismConfig | None:
@@ -60,4 +61,7 @@ def check_heads_shared(cp: ContextParallel | None) -> None:
 def active_choices() -> dict[str, str]:
     """The block kernel and the exchange that this process's config names."""
     config = active_config()
-    return {name: getattr(config, name, AUTO) for name in ("kernel", "exchange")}
+    return {
+        "kernel": getattr(config, "kernel", AUTO),
+        "exchange": getattr(config, "exchange", RING),
+    }
