@@ -1,6 +1,7 @@
 """The command line: `hf-striped COMMAND`."""
 
 import argparse
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -8,11 +9,20 @@ from collections.abc import Sequence
 import torch
 
 import hf_striped.run
+from hf_striped.integrations.accelerate import CONTEXT_PARALLEL_SIZE_ENV
 
 
 def launch(options: argparse.Namespace) -> int:
     """Start the processes by `accelerate launch`, each of which runs the script; its exit code."""
-    count = options.num_processes or options.context_parallel_size or torch.cuda.device_count()
+    size = options.context_parallel_size or os.environ.get(CONTEXT_PARALLEL_SIZE_ENV)
+    count = options.num_processes or int(size or torch.cuda.device_count())
+    if not count:
+        print(
+            "hf-striped run: say how many processes to start, with --context-parallel-size or --num-processes; "
+            "there is no GPU to count.",
+            file=sys.stderr,
+        )
+        return 2
     command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(count)]
     if count > 1:
         command += ["--multi_gpu"]  # how accelerate starts several processes, on CPUs too

@@ -14,11 +14,13 @@ from hf_striped.integrations.guard import (
     check_collator,
     check_loss,
     check_predictions,
+    check_same_length,
     is_striped,
     own_loss,
 )
 from hf_striped.integrations.loss_hooks import LossHooks
 from hf_striped.integrations.model import prepare_model, save_memory
+from hf_striped.integrations.randomness import seed_workers_alike
 
 
 class StripedTrainerCallback(TrainerCallback):
@@ -33,15 +35,25 @@ class StripedTrainerCallback(TrainerCallback):
         if stripes or (active_context() is not None and is_striped(model)):
             check_loss(args, trainer)
             check_predictions(trainer)
+            _keep_for_the_trainer(getattr(trainer, "data_collator", None), args)
         self._prepare(model, trainer)
 
     def on_train_begin(
         self, args, state, control, model=None, train_dataloader=None, **kwargs: Any
     ) -> None:
         collator = check_collator(args, model, getattr(train_dataloader, "collate_fn", None))
-        if isinstance(collator, StripedDataCollator) and counts_real_tokens(args):
-            collator.keeps_attention_mask = True
+        _keep_for_the_trainer(collator, args)
+        cp = active_context()
+        if cp is not None and is_striped(model) and train_dataloader is not None:
+            check_same_length(cp, train_dataloader)
+            seed_workers_alike(train_dataloader, cp.size)
         self._prepare(model, calling_trainer())  # `model_init` makes a new model for each run
+
+    def on_prediction_step(
+        self, args, state, control, model=None, eval_dataloader=None, **kwargs: Any
+    ) -> None:
+        if model is not None and eval_dataloader is not None:
+            check_collator(args, model, getattr(eval_dataloader, "collate_fn", None))
 
     def _prepare(self, model: nn.Module, trainer: Trainer | None) -> None:
         if not is_striped(model):
@@ -51,6 +63,13 @@ class StripedTrainerCallback(TrainerCallback):
         else:
             save_memory(model)
         LossHooks.of(model).loss_only = own_loss(trainer) is not None
+
+
+def _keep_for_the_trainer(collator: Any, args: TrainingArguments) -> None:
+    """What a collator of stripes also hands out to a Trainer."""
+    if isinstance(collator, StripedDataCollator):
+        collator.keeps_checksum = active_context() is not None
+        collator.keeps_attention_mask |= counts_real_tokens(args)
 
 
 def counts_real_tokens(args: TrainingArguments) -> bool:

@@ -5,6 +5,7 @@ before striping and an unusable batch raises the same error on every rank, befor
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from hf_striped.packing import cu_seqlens_from_starts
 from hf_striped.striping import check_cp_size_and_rank, stripe
 
 NATURAL_KEY = "striped_natural_rows"
+CHECKSUM_KEY = "striped_checksum"
 
 
 class StripedDataCollator:
@@ -43,6 +45,8 @@ class StripedDataCollator:
     Attributes:
         keeps_attention_mask: a call also returns `attention_mask` `[batch, local_seq]`, 0 on padding, for
             a Trainer that counts real tokens; it is taken out again before the model.
+        keeps_checksum: a call also returns a checksum of the whole batch, by which the ranks of a group see
+            that they have collated the same one; taken out likewise.
         keeps_natural_rows: a call also returns the rows as the base collator made them, in the key
             `striped_natural_rows`; `StripedTrainer` sets it for evaluation.
 
@@ -94,6 +98,7 @@ class StripedDataCollator:
         self.pad_token_id = 0 if pad_token_id is None else pad_token_id
         self.keeps_natural_rows = False
         self.keeps_attention_mask = False
+        self.keeps_checksum = False
         self._size_and_rank = None if cp_size is None else (cp_size, cp_rank)
 
     def __call__(self, features: Sequence[Any]) -> dict[str, Any]:
@@ -102,8 +107,9 @@ class StripedDataCollator:
         if self.keeps_attention_mask:
             striped["attention_mask"] = real.long()
         if self.keeps_natural_rows:
-            natural = {key: batch[key] for key in ("input_ids", "labels") if key in batch}
-            striped[NATURAL_KEY] = {**natural, "seq_len": _batch_shape(batch)[1]}
+            striped[NATURAL_KEY] = dict(batch)
+        if self.keeps_checksum:
+            striped[CHECKSUM_KEY] = checksum(batch)
         return striped
 
     def size_and_rank(self) -> tuple[int, int]:
@@ -180,6 +186,18 @@ def stripe_batch(
     passed = {k: v for k, v in batch.items() if k not in row and k not in DOCUMENT_KEYS}
     striped = {**striped, **passed, CU_SEQLENS_KEY: cu_seqlens_from_starts(starts)}
     return striped, stripe(real, 1, cp_size, cp_rank)
+
+
+def checksum(batch: Mapping[str, Any]) -> Tensor:
+    """int64 `[2]`: what tells one natural-order batch from another."""
+    digest = sha256()
+    for key in sorted(batch):
+        value = batch[key]
+        if isinstance(value, Tensor):
+            value = value.detach().cpu()
+            digest.update(f"{key} {value.dtype} {tuple(value.shape)}".encode())
+            digest.update(value.contiguous().view(torch.uint8).numpy().tobytes())
+    return torch.frombuffer(bytearray(digest.digest()[:16]), dtype=torch.int64)
 
 
 def _batch_shape(batch: Mapping[str, Any]) -> tuple[int, int]:

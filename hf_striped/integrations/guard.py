@@ -8,9 +8,12 @@ from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import has_length
 
+from hf_striped.context import ContextParallel
 from hf_striped.errors import ConfigurationError, UnsupportedFeatureError
 from hf_striped.integrations.accelerate import StripedParallelismConfig
 from hf_striped.integrations.active import active_config, active_context
@@ -18,6 +21,9 @@ from hf_striped.integrations.collator import StripedDataCollator
 from hf_striped.integrations.loss_hooks import refuse_outside_loss
 from hf_striped.integrations.trainer import StripedTrainerMixin
 from hf_striped.integrations.transformers import ATTENTION_NAME
+
+# names in a `compute_loss` of one's own: on stripes they are not what they are in one process
+_OF_A_STRIPE = {"logits", "labels", "shift_labels", "input_ids", "attention_mask", "position_ids"}
 
 
 def check_arguments(args: TrainingArguments, model: nn.Module) -> None:
@@ -33,7 +39,7 @@ def check_arguments(args: TrainingArguments, model: nn.Module) -> None:
             )
     if active_context() is not None and is_striped(model):
         _check_trl(args)
-        _check_liger(args)
+        _check_switches(args)
 
 
 def check_collator(args: TrainingArguments, model: nn.Module, collate_fn: Any) -> Any:
@@ -64,13 +70,36 @@ def is_striped(model: nn.Module) -> bool:
 
 def check_loss(args: TrainingArguments, trainer: Trainer | None) -> None:
     """When a Trainer is built: the loss is the model's own, or one that `StripedTrainerMixin` makes."""
-    if args.label_smoothing_factor and not isinstance(trainer, StripedTrainerMixin):
+    smooths = isinstance(trainer, StripedTrainerMixin) and not _trl_config_names(args)
+    if args.label_smoothing_factor and not smooths:
         refuse_outside_loss(f"label_smoothing_factor={args.label_smoothing_factor}")
     if (function := getattr(trainer, "compute_loss_func", None)) is not None:
         refuse_outside_loss(f"compute_loss_func={getattr(function, '__name__', function)}")
     method = own_loss(trainer)
-    if method is not None and "logits" in set(_names(method.__code__)):
-        refuse_outside_loss(f"{method.__qualname__}, which reads logits")
+    if method is None:
+        return
+    names = set(_names(method.__code__))
+    if read := sorted(names & _OF_A_STRIPE):
+        refuse_outside_loss(f"{method.__qualname__}, which reads {', '.join(read)}")
+    if (
+        "num_items_in_batch" in {*names, *method.__code__.co_varnames}
+        and "compute_loss" not in names
+    ):
+        refuse_outside_loss(
+            f"{method.__qualname__}, which takes num_items_in_batch and does not call super().compute_loss"
+        )
+
+
+def check_same_length(cp: ContextParallel, loader: Any) -> None:
+    """When training starts: the ranks of a group have as many batches each; every rank calls it."""
+    length = len(loader) if has_length(loader) else -1
+    lengths: list[Any] = [None] * cp.size
+    dist.all_gather_object(lengths, length, group=cp.group)
+    if len(set(lengths)) > 1:
+        raise ConfigurationError(
+            "The ranks of a context-parallel group must have the same batches; received data loaders of "
+            f"{lengths} batches. Give every rank the whole dataset: the data loader shares rows out."
+        )
 
 
 def check_predictions(trainer: Trainer | None) -> None:
@@ -125,9 +154,13 @@ def _check_effect(asked: StripedParallelismConfig) -> None:
         )
 
 
+def _trl_config_names(args: TrainingArguments) -> list[str]:
+    return [cls.__name__ for cls in type(args).__mro__ if cls.__module__.startswith("trl.")]
+
+
 def _check_trl(args: TrainingArguments) -> None:
     """TRL's trainers compute their losses themselves, from the log-probabilities of a stripe."""
-    names = [cls.__name__ for cls in type(args).__mro__ if cls.__module__.startswith("trl.")]
+    names = _trl_config_names(args)
     if names and "SFTConfig" not in names:
         raise UnsupportedFeatureError(
             "Of TRL's trainers striped attention supports the SFTTrainer; the others add up log-probabilities "
@@ -141,9 +174,15 @@ def _check_trl(args: TrainingArguments) -> None:
         )
 
 
-def _check_liger(args: TrainingArguments) -> None:
-    if getattr(args, "use_liger_kernel", False):
-        raise UnsupportedFeatureError(
-            "Liger's kernels replace the model's loss, and have not been checked over stripes; received "
-            "use_liger_kernel=True. Leave it off."
-        )
+def _check_switches(args: TrainingArguments) -> None:
+    """Arguments that do something to batches or models which a stripe would get wrong."""
+    refused = {
+        "use_liger_kernel": "Liger's kernels replace the model's loss, and have not been checked over stripes",
+        "neftune_noise_alpha": "NEFTune scales its noise by the length of what it sees, which is a stripe's",
+        "predict_with_generate": "Generation takes whole rows, and a striped evaluation batch has none",
+    }
+    for name, reason in refused.items():
+        if getattr(args, name, None):
+            raise UnsupportedFeatureError(
+                f"{reason}; received {name}={getattr(args, name)}. Leave it off."
+            )

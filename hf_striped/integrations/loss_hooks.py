@@ -17,10 +17,11 @@ from accelerate.state import GradientState
 from torch import Tensor, nn
 
 from hf_striped.context import ContextParallel
-from hf_striped.errors import UnsupportedFeatureError
-from hf_striped.integrations.active import active_context
-from hf_striped.integrations.collator import NATURAL_KEY
+from hf_striped.errors import BatchError, UnsupportedFeatureError
+from hf_striped.integrations.active import active_context, check_not_dispatched
+from hf_striped.integrations.collator import CHECKSUM_KEY, NATURAL_KEY
 from hf_striped.integrations.predictions import whole_rows, whole_rows_wanted, withhold_logits
+from hf_striped.integrations.randomness import RankRandomness, drops_out
 from hf_striped.integrations.transformers import CU_SEQLENS_KEY, REACHED_ATTENTION
 
 _ATTRIBUTE = "_striped_loss_hooks"
@@ -35,6 +36,7 @@ class LossHooks:
 
     def __init__(self):
         self.loss_only = False
+        self._rng: RankRandomness | None = None
 
     @classmethod
     def of(cls, model: nn.Module) -> "LossHooks":
@@ -56,13 +58,19 @@ class LossHooks:
         labels_taken = kwargs.get("shift_labels") is not None and kwargs.get("labels") is None
         if labels_taken and not whole_rows_wanted():
             refuse_outside_loss("a batch whose labels were taken out before the model was called")
-        kept = ("attention_mask", NATURAL_KEY)
+        cp = active_context()
+        if cp is not None and CHECKSUM_KEY in kwargs:
+            check_not_dispatched()
+            _check_same_batch(cp, kwargs[CHECKSUM_KEY])
+        kept = ("attention_mask", NATURAL_KEY, CHECKSUM_KEY)
         kwargs = {key: value for key, value in kwargs.items() if key not in kept}
-        count, cp = kwargs.get("num_items_in_batch"), active_context()
+        count = kwargs.get("num_items_in_batch")
         if count is not None and cp is not None:
             device = kwargs[CU_SEQLENS_KEY].device
             count = torch.as_tensor(count, dtype=torch.float64, device=device)
             kwargs["num_items_in_batch"] = _group_sum(cp, count) / cp.size
+        if cp is not None and module.training and drops_out(module):
+            self._rng = RankRandomness(cp.rank)
         return args, kwargs
 
     def after(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any):
@@ -74,6 +82,9 @@ class LossHooks:
         """
         if CU_SEQLENS_KEY not in kwargs:
             return None
+        if self._rng is not None:
+            self._rng.restore()
+            self._rng = None
         cp, labels = active_context(), kwargs.get("labels")
         if cp is not None and labels is not None:
             _check_output(module, kwargs, output)
@@ -82,8 +93,10 @@ class LossHooks:
                 local = (labels != -100).sum()
                 share = local / _group_sum(cp, local)
                 loss = torch.where(local > 0, loss, torch.zeros_like(loss)) * share * cp.size
-            if not module.training:
-                loss = _group_sum(cp, loss.detach()) / cp.size
+            of_the_group = _group_sum(cp, loss.detach()) / cp.size
+            # in training the value is the group's, the gradient this rank's: a Trainer adds up values of
+            # steps that it does not log without gathering them
+            loss = loss + (of_the_group - loss.detach()) if module.training else of_the_group
             _count_remaining_rows_on_each_rank(cp)
             if isinstance(output, dict):
                 output["loss"] = loss
@@ -137,6 +150,19 @@ def _count_remaining_rows_on_each_rank(cp: ContextParallel) -> None:
     loader = GradientState().active_dataloader
     if rows := remaining_rows(loader):
         loader.remainder = rows * cp.size
+
+
+def _check_same_batch(cp: ContextParallel, checksum: Tensor) -> None:
+    every = [torch.empty_like(checksum) for _ in range(cp.size)]
+    dist.all_gather(every, checksum, group=cp.group)
+    if not all(torch.equal(every[0], other) for other in every):
+        different = [rank for rank, other in enumerate(every) if not torch.equal(every[0], other)]
+        raise BatchError(
+            "All ranks of a context-parallel group must collate the same batch, of which each keeps its stripe; "
+            f"rank(s) {different} of the group collated another one than rank 0. Give every rank the whole dataset "
+            "(no shard or split_dataset_by_node by rank: the data loader shares rows out), and keep datasets and "
+            "collators free of randomness that differs between ranks."
+        )
 
 
 def _group_sum(cp: ContextParallel, value: Tensor) -> Tensor:

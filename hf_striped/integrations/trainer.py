@@ -38,15 +38,13 @@ class StripedTrainerMixin:
 
     def take_over_label_smoothing(self) -> None:
         """Let the model smooth its loss, in place of the Trainer, which would shift labels once more."""
-        if self.label_smoother is not None:
-            _smooth_labels(self.model, self.args.label_smoothing_factor)
-            self.label_smoother = None
+        self.label_smoother = None
 
-    def call_model_init(self, trial: Any = None) -> nn.Module:
-        model = super().call_model_init(trial)
-        if self.args.label_smoothing_factor:
-            _smooth_labels(model, self.args.label_smoothing_factor)
-        return model
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        with _smoothed_loss(self.model, self.args.label_smoothing_factor):
+            return super().compute_loss(model, inputs, *args, **kwargs)
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any):
         with self._natural_rows_kept():
@@ -82,11 +80,12 @@ class StripedTrainerMixin:
             loss, outputs, labels = super().prediction_step(
                 model, inputs, prediction_loss_only, ignore_keys
             )
-        if "input_ids" in natural:
-            inputs["input_ids"] = natural["input_ids"]  # for include_for_metrics=["inputs"]
-        if labels is not None:
-            labels = self._prepare_input(natural["labels"])
-        return loss, _cut(outputs, natural["seq_len"]), labels
+        natural = self._prepare_input(natural)
+        inputs.clear()
+        inputs.update(natural)  # for include_for_metrics=["inputs"]
+        labels = natural["labels"] if labels is not None else None
+        tokens = natural["input_ids"] if "input_ids" in natural else natural["inputs_embeds"]
+        return loss, _cut(outputs, tokens.shape[1]), labels
 
     @property
     def gather_function(self) -> Callable:
@@ -121,8 +120,12 @@ def _cut(outputs: Any, seq_len: int) -> Any:
     return recursively_apply(lambda t: t[:, :seq_len] if t.ndim > 1 else t, outputs)
 
 
-def _smooth_labels(model: nn.Module, epsilon: float) -> None:
-    """Give the causal language model `model` (or the one in a PEFT model) the smoothed loss."""
+@contextmanager
+def _smoothed_loss(model: nn.Module, epsilon: float):
+    """Within: the causal language model `model` (or the one in a PEFT model) has the smoothed loss."""
+    if not epsilon:
+        yield
+        return
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     smoother = LabelSmoother(epsilon)
 
@@ -138,4 +141,11 @@ def _smooth_labels(model: nn.Module, epsilon: float) -> None:
             shift_labels = pad(labels, (0, 1), value=-100)[..., 1:]
         return smoother({"logits": logits}, shift_labels, num_items_in_batch=num_items_in_batch)
 
+    own = vars(base).get("_loss_function")
     base.loss_function = smoothed_loss
+    try:
+        yield
+    finally:
+        del base._loss_function
+        if own is not None:
+            base.loss_function = own

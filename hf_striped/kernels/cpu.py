@@ -43,15 +43,10 @@ class CpuKernel:
         width = max(head_dim, value_head_dim)
         query, key, value = (widen(tensor, width) for tensor in (query, key, value))
         for queries, keys, causal, mask in _pieces(spans, rule, query.dtype):
-            out, lse = _forward(
-                _heads_first(query[queries]),
-                _heads_first(key[keys]),
-                _heads_first(value[keys]),
-                is_causal=causal,
-                attn_mask=mask,
-                scale=rule.scale,
+            out, lse = call_forward(
+                query[queries], key[keys], value[keys], causal, mask, rule.scale
             )
-            yield BlockOutput(queries, _tokens_first(out)[..., :value_head_dim], lse.squeeze(0).T)
+            yield BlockOutput(queries, out[..., :value_head_dim], lse)
 
     def backward(
         self,
@@ -70,25 +65,51 @@ class CpuKernel:
             widen(tensor, width) for tensor in (dout, query, key, value, out)
         )
         for queries, keys, causal, mask in _pieces(spans, rule, query.dtype):
-            dquery, dkey, dvalue = _backward(
-                _heads_first(dout[queries]),
-                _heads_first(query[queries]),
-                _heads_first(key[keys]),
-                _heads_first(value[keys]),
-                _heads_first(out[queries]),
-                lse[queries].T.unsqueeze(0),
-                0.0,
+            dquery, dkey, dvalue = call_backward(
+                dout[queries],
+                query[queries],
+                key[keys],
+                value[keys],
+                out[queries],
+                lse[queries],
                 causal,
-                attn_mask=mask,
-                scale=rule.scale,
+                mask,
+                rule.scale,
             )
             yield BlockGradients(
                 queries,
                 keys,
-                _tokens_first(dquery)[..., :head_dim],
-                _tokens_first(dkey)[..., :head_dim],
-                _tokens_first(dvalue)[..., :value_head_dim],
+                dquery[..., :head_dim],
+                dkey[..., :head_dim],
+                dvalue[..., :value_head_dim],
             )
+
+
+def call_forward(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """One call of ATen: `[tokens, heads, head_dim]` in, out and lse `[tokens, heads]` back."""
+    rows = (_heads_first(tensor) for tensor in (query, key, value))
+    out, lse = _forward(*rows, is_causal=causal, attn_mask=mask, scale=scale)
+    return _tokens_first(out), lse.squeeze(0).T
+
+
+def call_backward(
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    mask: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One call of ATen: the gradients of query, key and value."""
+    rows = (_heads_first(tensor) for tensor in (dout, query, key, value, out))
+    lse = lse.T.unsqueeze(0)
+    gradients = _backward(*rows, lse, 0.0, causal, attn_mask=mask, scale=scale)
+    return tuple(_tokens_first(gradient) for gradient in gradients)
 
 
 def _pieces(
@@ -97,7 +118,7 @@ def _pieces(
     """Queries, keys, whether plain causality is the rule, and the additive mask of each call."""
     for span in spans:
         if rule.window_left is None or rule.window_left >= span.length - 1:
-            for queries, keys, causal in _halves(span):
+            for queries, keys, causal in halves(span):
                 yield queries, keys, causal, None
             continue
         for queries, keys, hidden in tiles(span, rule.window_left, TILE):
@@ -105,7 +126,7 @@ def _pieces(
             yield queries, keys, False, mask
 
 
-def _halves(span: Span) -> Iterator[tuple[slice, slice, bool]]:
+def halves(span: Span) -> Iterator[tuple[slice, slice, bool]]:
     """A causal span as triangles (causal) and the rectangles between them."""
     if span.length < 2 * TRIANGLE:
         yield span.queries, span.keys, True
@@ -113,9 +134,9 @@ def _halves(span: Span) -> Iterator[tuple[slice, slice, bool]]:
     half = span.length // 2
     first = Span(span.query_start, span.key_start, half)
     second = Span(span.query_start + half, span.key_start + half, span.length - half)
-    yield from _halves(first)
+    yield from halves(first)
     yield second.queries, first.keys, False
-    yield from _halves(second)
+    yield from halves(second)
 
 
 def _heads_first(row: Tensor) -> Tensor:
