@@ -138,12 +138,14 @@ class OneProcess:
 
     def __init__(self, problem: Problem):
         self._problem = problem
-        if problem.sliding_window is None:
-            parts = [slice(begin, end) for begin, end in pairwise(problem.bounds)]
-            self._pieces = [Piece(part, part, True) for part in parts]
-        else:
-            whole = [(0, problem.row_length)]
-            self._pieces = chunk_pieces(whole, whole, problem.bounds, problem.sliding_window)
+
+    def pieces(self, dtype: torch.dtype) -> list[Piece]:
+        bounds, window = self._problem.bounds, self._problem.sliding_window
+        if window is None:
+            parts = [slice(begin, end) for begin, end in pairwise(bounds) if begin < end]
+            return [Piece(part, part, True) for part in parts]
+        whole = [(0, self._problem.row_length)]
+        return chunk_pieces(whole, whole, bounds, window, dtype)
 
     def tokens(self) -> Tensor:
         return torch.arange(self._problem.row_length)
@@ -151,7 +153,7 @@ class OneProcess:
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         out = torch.empty(*query.shape[:2], value.shape[-1], dtype=query.dtype)
         lse = torch.empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
-        found = _calls_forward(query, key, value, self._pieces, self._problem.scale)
+        found = _calls_forward(query, key, value, self.pieces(query.dtype), self._problem.scale)
         for queries, block, block_lse in found:
             out[queries], lse[queries] = block, block_lse
         return out, lse
@@ -160,9 +162,8 @@ class OneProcess:
         self, dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         totals = tuple(torch.zeros_like(tensor) for tensor in (query, key, value))
-        _calls_backward(
-            dout, query, key, value, out, lse, self._pieces, self._problem.scale, totals
-        )
+        pieces = self.pieces(query.dtype)
+        _calls_backward(dout, query, key, value, out, lse, pieces, self._problem.scale, totals)
         return totals
 
 

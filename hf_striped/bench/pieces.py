@@ -21,14 +21,6 @@ class Piece(NamedTuple):
     causal: bool
     mask: Tensor | None = None
 
-    @property
-    def pairs(self) -> int:
-        """Pairs of a query and a key that count."""
-        rows, columns = _length(self.queries), _length(self.keys)
-        if self.mask is not None:
-            return int((self.mask == 0).sum())
-        return rows * (rows + 1) // 2 if self.causal else rows * columns
-
 
 def contiguous_chunks(row_length: int, size: int, rank: int) -> list[Chunk]:
     """The one chunk of `rank` in a contiguous ring."""
@@ -103,24 +95,23 @@ def _windows(
     queries: slice, keys: slice, query: int, key: int, window: int, dtype: torch.dtype, tile=128
 ) -> Iterator[Piece]:
     """Tiles of queries, each with the keys that its window reaches; `query` and `key` are global."""
-    for start in range(0, _length(queries), tile):
-        stop = min(start + tile, _length(queries))
+    begin = max(0, key - query)  # the first query, and the end of those, that reach a key
+    end = min(_length(queries), key + _length(keys) + window - 1 - query)
+    for start in range(begin, end, tile):
+        stop = min(start + tile, end)
         first = max(0, query + start - window + 1 - key)
         last = min(_length(keys), query + stop - key)
-        if first >= last:
-            continue
         distance = torch.arange(query + start, query + stop)[:, None] - torch.arange(
             key + first, key + last
         )
         hidden = (distance < 0) | (distance >= window)
-        if not hidden.all():
-            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
-            yield Piece(
-                slice(queries.start + start, queries.start + stop),
-                slice(keys.start + first, keys.start + last),
-                False,
-                mask if hidden.any() else None,
-            )
+        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
+        yield Piece(
+            slice(queries.start + start, queries.start + stop),
+            slice(keys.start + first, keys.start + last),
+            False,
+            mask if hidden.any() else None,
+        )
 
 
 def _length(part: slice) -> int:
