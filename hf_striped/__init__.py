@@ -3,6 +3,8 @@
 Importing the package registers `attn_implementation="striped_ring"` with Transformers.
 """
 
+from importlib.metadata import version
+
 from hf_striped.attention import striped_ring_attention
 from hf_striped.errors import (
     BatchError,
@@ -19,6 +21,8 @@ from hf_striped.integrations.collator import StripedDataCollator
 from hf_striped.integrations.model import prepare_model
 from hf_striped.integrations.trainer import StripedTrainer, StripedTrainerMixin
 from hf_striped.striping import stripe, unstripe
+
+__version__ = version("hf_striped")
 
 __all__ = [
     "BatchError",

@@ -9,6 +9,10 @@ from collections.abc import Sequence
 import torch
 
 import hf_striped.run
+from hf_striped.bench.command import add_arguments as add_bench_arguments
+from hf_striped.bench.command import add_page_arguments, write_page
+from hf_striped.bench.command import run as run_bench
+from hf_striped.errors import StripedError
 from hf_striped.integrations.accelerate import CONTEXT_PARALLEL_SIZE_ENV
 
 
@@ -53,8 +57,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     hf_striped.run.add_arguments(run)
     run.set_defaults(main=launch)
+    bench = commands.add_parser(
+        "bench",
+        help="measure striped attention against other layouts on this machine",
+        description="Times forward and backward passes, whole training steps and simulated rings, in turn. Starts its "
+        "own processes; on several machines or GPUs: accelerate launch [...] -m hf_striped.bench ...",
+    )
+    add_bench_arguments(bench)
+    bench.set_defaults(main=run_bench)
+    page = commands.add_parser("bench-page", help="make a page of the results of bench")
+    add_page_arguments(page)
+    page.set_defaults(main=write_page)
     options = parser.parse_args(argv)
-    return options.main(options)
+    try:
+        return options.main(options)
+    except StripedError as error:
+        print(f"hf-striped {options.command}: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

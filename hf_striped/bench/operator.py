@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from hf_striped.bench.layouts import Layout, OneProcess, Problem, group_of, make_layout
+from hf_striped.bench.layouts import Layout, OneProcess, Problem, Striped, group_of, make_layout
 from hf_striped.bench.measure import (
     Sample,
     barrier,
@@ -100,7 +100,8 @@ def _passes(layout: Layout, row: Sequence[torch.Tensor], device: torch.device) -
         layout.backward(dout, query, key, value, out, lse)
         synchronise(device)
         end = perf_counter()
-    return Sample(middle - start, end - middle, waits.seconds, waits.received)
+    gathered = layout.gathered_bytes(key, value) if isinstance(layout, Striped) else 0
+    return Sample(middle - start, end - middle, waits.seconds, waits.received + gathered)
 
 
 def _collect(shape, problem, layouts, samples, memory, rate, size) -> list[dict[str, Any]]:

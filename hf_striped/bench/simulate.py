@@ -64,7 +64,7 @@ def simulate(
                     pass
                 synchronise(device)
                 times[index, step.index, column] = perf_counter() - start
-            progress()
+        progress()
     block = (key.numel() + value.numel()) * key.element_size()
     transfers = torch.tensor([block / bandwidth, block * (1 + 4 / key.element_size()) / bandwidth])
     kernels = times.max(0).values  # [steps, passes], of the slowest rank

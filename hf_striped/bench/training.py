@@ -1,0 +1,117 @@
+"""A whole training step of a model, striped over the ranks and in one process, in turn."""
+
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+from hf_striped.bench.measure import barrier, peak_memory, synchronise
+from hf_striped.integrations.accelerate import StripedParallelismConfig
+from hf_striped.integrations.collator import stripe_batch
+from hf_striped.integrations.model import prepare_model
+from hf_striped.integrations.transformers import ATTENTION_NAME
+
+TINY = "tiny"
+
+
+def model_of(name: str, attn_implementation: str, dtype: torch.dtype) -> nn.Module:
+    """A model with random weights: "tiny", or of a configuration (a folder, a file or a hub name)."""
+    if name == TINY:
+        config = LlamaConfig(
+            vocab_size=4096,
+            hidden_size=256,
+            intermediate_size=688,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=2**20,
+        )
+    else:
+        gguf = {"gguf_file": Path(name).name} if name.endswith(".gguf") else {}
+        folder = str(Path(name).parent) if gguf else name
+        config = AutoConfig.from_pretrained(folder, **gguf)
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(
+        config, attn_implementation=attn_implementation, dtype=dtype
+    ).train()
+
+
+def run_training(
+    name: str,
+    seq_len: int,
+    repeats: int,
+    dtype: str,
+    device: torch.device,
+    progress: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Seconds of a step, forward, backward and SGD, over all ranks and in one process.
+
+    Args:
+        name: the model's; see `model_of`.
+        seq_len: tokens of the one row, a multiple of the number of ranks.
+        repeats: steps that are timed, after one that warms up.
+        dtype: of the weights.
+        device: this rank's.
+    """
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    rank = dist.get_rank() if size > 1 else 0
+    Accelerator(cpu=device.type == "cpu", parallelism_config=StripedParallelismConfig(size))
+    striped = prepare_model(model_of(name, ATTENTION_NAME, getattr(torch, dtype)).to(device))
+    step = DistributedDataParallel(striped) if size > 1 else striped
+    alone = model_of(name, "sdpa", getattr(torch, dtype)).to(device) if rank == 0 else None
+    tokens = torch.randint(striped.config.vocab_size, (1, seq_len))
+    batch, _ = stripe_batch({"input_ids": tokens, "labels": tokens}, size, rank)
+    batch = {key: value.to(device) for key, value in batch.items()}
+    whole = {"input_ids": tokens.to(device), "labels": tokens.to(device), "use_cache": False}
+    runs = {"striped": (step, {**batch, "use_cache": False}), "one process": (alone, whole)}
+    seconds: dict[str, list[float]] = {label: [] for label in runs}
+    memory, losses = {}, {}
+    for repeat in range(repeats + 1):
+        for label, (model, inputs) in runs.items():
+            barrier()
+            start = perf_counter()
+            if model is not None:
+                take = _step(model, inputs, device, losses, label)
+                if repeat == 0:
+                    memory[label] = peak_memory(take, device)
+                else:
+                    take()
+            barrier()
+            if repeat:
+                seconds[label].append(perf_counter() - start)
+            progress()
+    medians = {label: median(found) for label, found in seconds.items()}
+    return {
+        "model": Path(name).name,
+        "parameters": sum(p.numel() for p in striped.parameters()),
+        "seq_len": seq_len,
+        "ranks": size,
+        "seconds": medians,
+        "all_seconds": seconds,
+        "peak_bytes": memory,
+        "speedup": medians["one process"] / medians["striped"],
+    }
+
+
+def _step(
+    model: nn.Module, inputs: dict[str, Any], device: torch.device, losses: dict, label: str
+) -> Callable[[], None]:
+    def take() -> None:
+        loss = model(**inputs).loss
+        loss.backward()
+        losses[label] = loss.detach()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 1e-6 * parameter.grad
+                parameter.grad = None
+        synchronise(device)
+
+    return take
