@@ -3,7 +3,7 @@
 Importing the package registers `attn_implementation="striped_ring"` with Transformers.
 """
 
-from importlib.metadata import version
+from importlib.metadata import version as _version
 
 from hf_striped.attention import striped_ring_attention
 from hf_striped.errors import (
@@ -22,7 +22,7 @@ from hf_striped.integrations.model import prepare_model
 from hf_striped.integrations.trainer import StripedTrainer, StripedTrainerMixin
 from hf_striped.striping import stripe, unstripe
 
-__version__ = version("hf_striped")
+__version__ = _version("hf_striped")
 
 __all__ = [
     "BatchError",

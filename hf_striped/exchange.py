@@ -51,7 +51,7 @@ class RingExchange:
 
     def start_gradients(self, dtype: torch.dtype) -> None:
         """Before the first block of a backward pass: gradients are summed up in `dtype`."""
-        self._home = pack_pair(self._key, self._value, dtype).zero_()
+        self._home = self._key.new_zeros(self._key.numel() + self._value.numel(), dtype=dtype)
 
     def gradients_of(self, step: RingStep) -> tuple[Tensor, Tensor]:
         """Zeros in the shapes of the step's keys and values, to add its gradients to."""

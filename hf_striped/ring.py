@@ -56,9 +56,9 @@ def start_shift(
     return Shift(cp, tensor, torch.empty_like(tensor) if received is None else received, distance)
 
 
-def pack_pair(first: Tensor, second: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def pack_pair(first: Tensor, second: Tensor) -> Tensor:
     """Copy two tensors into one flat buffer, so that they travel as one message."""
-    return torch.cat([first.reshape(-1), second.reshape(-1)]).to(dtype or first.dtype)
+    return torch.cat([first.reshape(-1), second.reshape(-1)])
 
 
 def unpack_pair(buffer: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:

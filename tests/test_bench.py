@@ -1,10 +1,19 @@
 """The benchmark's baselines are exact, so that what is compared is the same computation."""
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
-from hf_striped.bench.layouts import Problem, group_of, make_layout
+from hf_striped import UnsupportedFeatureError
+from hf_striped.bench.calls import call_backward, call_forward
+from hf_striped.bench.layouts import group_of, make_layout
 from hf_striped.bench.operator import document_bounds
+from hf_striped.bench.page import page
+from hf_striped.bench.problem import Problem
 from tests.tolerances import assert_gradients_equal, assert_outputs_equal
 
 PROBLEMS = {
@@ -68,8 +77,65 @@ def test_one_process_computes_the_same_attention(problem):
         assert_gradients_equal(gradient, expected)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_gpus_operators_take_the_pieces(causal):
+    """Shapes on meta tensors, against the operators' own schemas; not yet run on a GPU."""
+    query = torch.empty(12, 4, 64, dtype=torch.bfloat16, device="meta")
+    key = torch.empty(20, 2, 64, dtype=torch.bfloat16, device="meta")
+    out, lse = call_forward(query, key, key, causal, None, 0.125)
+    assert out.shape == query.shape and lse.shape == (12, 4)
+    found = call_backward(out, query, key, key, out, lse, causal, None, 0.125)
+    assert [gradient.shape for gradient in found] == [query.shape, key.shape, key.shape]
+    with pytest.raises(UnsupportedFeatureError, match="measured on CPUs only"):
+        call_forward(query, key, key, False, torch.zeros(12, 20), 0.125)
+
+
 def test_documents_fill_the_row_with_the_mean_that_was_asked_for():
     bounds = document_bounds("packed", 2**20, mean=2048)
     assert bounds[0] == 0 and bounds[-1] == 2**20
     assert 2**20 / 2048 * 0.8 < len(bounds) < 2**20 / 2048 * 1.2
     assert document_bounds("dense", 64) == [0, 64]
+
+
+def bench(*options):
+    command = [sys.executable, "-m", "hf_striped.cli", "bench", *map(str, options)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_the_command_measures_plots_and_makes_a_page(tmp_path):
+    output = tmp_path / "found.json"
+    options = ("--seq-len", 64, "--repeats", 1, "--heads", 4, "--key-heads", 2, "--model", "tiny")
+    done = bench(*options, "--simulate", 2, "--plot", "--output", output)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(output.read_text())
+    names = ["striped", "contiguous", "zigzag", "striped, all-gather", "one process"]
+    assert [found["layout"] for found in result["operator"]] == names
+    assert result["training"][0]["seq_len"] == 64 and result["simulated"][0]["ranks"] == 2
+    # keys and values once forward; once backward, and their gradients home in fp32
+    tokens, width = 32, 2 * 2 * 64
+    for found in result["operator"][:4]:
+        assert found["received_bytes"] == 3 * tokens * width * 4
+    assert {path.name for path in tmp_path.glob("*.png")} == {
+        "found-speed.png",
+        "found-steps.png",
+    }
+    made = tmp_path / "page.md"
+    command = [sys.executable, "-m", "hf_striped.cli", "bench-page", output, "--output", made]
+    subprocess.run(command, check=True, timeout=60)
+    assert made.read_text() == page([result]) and "hf-striped bench" in made.read_text()
+
+
+def test_sizes_that_no_layout_can_take_are_refused(tmp_path):
+    done = bench("--seq-len", 66, "--output", tmp_path / "found.json")
+    assert done.returncode == 2
+    assert "--seq-len must be a multiple of 4 for 2 ranks" in done.stderr
+
+
+def test_the_benchmark_page_is_that_of_its_results():
+    docs = Path(__file__).parent.parent / "docs"
+    results = [
+        json.loads(path.read_text()) for path in sorted((docs / "benchmarks").glob("*.json"))
+    ]
+    assert results and (docs / "benchmarks.md").read_text() == page(results), (
+        "hf-striped bench-page docs/benchmarks/*.json --output docs/benchmarks.md"
+    )

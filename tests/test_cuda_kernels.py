@@ -173,8 +173,8 @@ def version_3():
 def kernel(request, monkeypatch):
     flash_attn._package.cache_clear()
     if request.param == "cuda":
-        monkeypatch.setattr(cuda, "_forward", aten_forward)
-        monkeypatch.setattr(cuda, "_backward", aten_backward)
+        monkeypatch.setattr(cuda, "aten_forward", aten_forward)
+        monkeypatch.setattr(cuda, "aten_backward", aten_backward)
         yield cuda.CudaKernel()
     else:
         package = version_2() if request.param == "flash-attn 2" else version_3()

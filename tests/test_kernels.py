@@ -10,8 +10,9 @@ from hf_striped.kernels import KERNELS, choose_kernel
 from hf_striped.kernels import cpu as cpu_module
 from hf_striped.kernels import reference as reference_module
 from hf_striped.kernels.base import ScoreRule
+from hf_striped.kernels.cuts import causal_cuts
 from hf_striped.lse import merge_partial_
-from hf_striped.packing import block_spans
+from hf_striped.packing import Span, block_spans
 from tests.tolerances import assert_gradients_equal, assert_outputs_equal
 
 RULE = ScoreRule(0.3)
@@ -77,7 +78,7 @@ def plain_attention(query, key, value, spans, rule):
     return torch.einsum("qhk,khd->qhd", weights, value.repeat_interleave(groups, 1))
 
 
-@pytest.fixture(params=[2, 256], ids=["tiles of 2", "one tile"])
+@pytest.fixture(params=[1, 2, 256], ids=["tiles of 1", "tiles of 2", "one tile"])
 def tile_size(request, monkeypatch):
     """Tests run on sequences of a few tokens: cut them as long ones are cut."""
     monkeypatch.setattr(reference_module, "TILE", request.param)
@@ -101,6 +102,20 @@ def test_the_reference_equals_autograd_through_a_masked_softmax(name, rule, tile
     pieces = kernel.backward(dout, query, key, value, out, lse, spans, rule)
     for actual, wanted in zip(summed(pieces, query, key, value), gradients, strict=True):
         assert_gradients_equal(actual.detach(), wanted)
+
+
+@pytest.mark.parametrize("smallest", [1, 2, 3, 100])
+@pytest.mark.parametrize("length", [1, 2, 5, 16, 33])
+def test_cuts_hold_each_pair_once(length, smallest):
+    """Every pair of a causal span, counted by brute force."""
+    span = Span(3, 2, length)
+    counted = torch.zeros(length + 3, length + 2, dtype=torch.int)
+    for queries, keys, causal in causal_cuts(span, smallest):
+        seen = torch.ones(queries.stop - queries.start, keys.stop - keys.start, dtype=torch.int)
+        counted[queries, keys] += seen.tril() if causal else seen
+    expected = torch.ones(length, length, dtype=torch.int).tril()
+    assert torch.equal(counted[span.queries, span.keys], expected)
+    assert counted.sum() == expected.sum()
 
 
 @pytest.mark.parametrize("rule", [r for r in RULES.values() if r.softcap is None])

@@ -146,7 +146,7 @@ def test_epochs_and_steps_count_rows_not_ranks(ranks):  # C25
             assert (seen["steps"], seen["epoch"]) == (8, 1.0)
         for seen in ranks.run(2, partial(run, max_steps=4), rows, 2):
             assert (seen["steps"], seen["epoch"]) == (4, 0.5)
-    assert seen["total_batch_size"] == 1
+            assert seen["total_batch_size"] == 1
 
 
 def sampled_rows(rank, world, workers):

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -18,10 +19,11 @@ import torch.multiprocessing
 from tqdm import tqdm
 
 import hf_striped
-from hf_striped.bench.layouts import LAYOUTS, Problem, multiple_of
+from hf_striped.bench.layouts import LAYOUTS, multiple_of
 from hf_striped.bench.operator import Shape, document_bounds, run_operator
 from hf_striped.bench.page import page
 from hf_striped.bench.plots import plot
+from hf_striped.bench.problem import Problem
 from hf_striped.bench.simulate import simulate
 from hf_striped.bench.training import run_training
 from hf_striped.errors import ConfigurationError
@@ -45,6 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         default=[],
         help='whole steps of these: "tiny", a folder, a .gguf file',
+    )
+    parser.add_argument(
+        "--checkpointing", action="store_true", help="whole steps with gradient checkpointing"
     )
     parser.add_argument("--simulate", type=int, nargs="*", default=[], metavar="P")
     parser.add_argument("--simulate-ranks", type=int, default=None, help="ranks to time (all)")
@@ -167,18 +172,20 @@ def measure(
             )
         for name in options.model:
             for length in options.seq_len:
-                arguments = name, length, options.repeats, options.dtype, device, progress
-                training.append(run_training(*arguments))
+                arguments = name, length, options.repeats, options.dtype, device
+                training.append(run_training(*arguments, options.checkpointing, progress))
         for count, timed in shown.items():
             for problem in problems if rank == 0 else ():
                 ranks = [count * index // timed for index in range(timed)]
                 bandwidth = options.bandwidth * 1e9
                 simulated.append(
-                    simulate(shape, problem, count, ranks, bandwidth, device, progress)
+                    simulate(
+                        shape, problem, count, ranks, bandwidth, options.repeats, device, progress
+                    )
                 )
         dist.barrier()
     return {
-        "command": " ".join(["hf-striped", *sys.argv[1:]]),
+        "command": shlex.join(["hf-striped", "bench", *(a for a in sys.argv[1:] if a != "bench")]),
         "machine": _machine(device),
         "ranks": size,
         "threads": options.threads,

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from hf_striped.bench.layouts import Layout, OneProcess, Problem, Striped, group_of, make_layout
+from hf_striped.bench.baselines import OneProcess
+from hf_striped.bench.layouts import Layout, Striped, group_of, make_layout
 from hf_striped.bench.measure import (
     Sample,
     barrier,
@@ -17,6 +18,7 @@ from hf_striped.bench.measure import (
     synchronise,
     watched_shifts,
 )
+from hf_striped.bench.problem import Problem
 
 
 class Shape(NamedTuple):
@@ -77,6 +79,7 @@ def run_operator(
         runs = cp.rank == 0 or not isinstance(layout, OneProcess)
         memory.append(peak_memory(lambda: _passes(layout, row, device), device) if runs else 0)  # noqa: B023
         progress()
+    rate = matmul_flops(device, shape.torch_dtype)
     for _ in range(repeats):
         for layout, row, found in zip(layouts, rows, samples, strict=True):
             barrier()
@@ -86,7 +89,7 @@ def run_operator(
                 found.append(Sample(0.0, 0.0, 0.0, 0))
             progress()
     barrier()
-    rate = matmul_flops(device, shape.torch_dtype)
+    rate = max(rate, matmul_flops(device, shape.torch_dtype))
     return _collect(shape, problem, layouts, samples, memory, rate, size)
 
 

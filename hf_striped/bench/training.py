@@ -50,6 +50,7 @@ def run_training(
     repeats: int,
     dtype: str,
     device: torch.device,
+    checkpointing: bool = False,
     progress: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Seconds of a step, forward, backward and SGD, over all ranks and in one process.
@@ -60,6 +61,7 @@ def run_training(
         repeats: steps that are timed, after one that warms up.
         dtype: of the weights.
         device: this rank's.
+        checkpointing: whether both models recompute their layers in the backward pass.
     """
     size = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if size > 1 else 0
@@ -67,6 +69,9 @@ def run_training(
     striped = prepare_model(model_of(name, ATTENTION_NAME, getattr(torch, dtype)).to(device))
     step = DistributedDataParallel(striped) if size > 1 else striped
     alone = model_of(name, "sdpa", getattr(torch, dtype)).to(device) if rank == 0 else None
+    for model in (striped, alone) if checkpointing else ():
+        if model is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
     tokens = torch.randint(striped.config.vocab_size, (1, seq_len))
     batch, _ = stripe_batch({"input_ids": tokens, "labels": tokens}, size, rank)
     batch = {key: value.to(device) for key, value in batch.items()}
@@ -94,6 +99,7 @@ def run_training(
         "parameters": sum(p.numel() for p in striped.parameters()),
         "seq_len": seq_len,
         "ranks": size,
+        "checkpointing": checkpointing,
         "seconds": medians,
         "all_seconds": seconds,
         "peak_bytes": memory,

@@ -37,6 +37,8 @@ class StripedTrainerCallback(TrainerCallback):
             check_predictions(trainer)
             _keep_for_the_trainer(getattr(trainer, "data_collator", None), args)
         self._prepare(model, trainer)
+        if trainer is not None and is_striped(model) and (cp := active_context()) is not None:
+            count_rows_of_groups(trainer, cp.size)
 
     def on_train_begin(
         self, args, state, control, model=None, train_dataloader=None, **kwargs: Any
@@ -70,6 +72,12 @@ def _keep_for_the_trainer(collator: Any, args: TrainingArguments) -> None:
     if isinstance(collator, StripedDataCollator):
         collator.keeps_checksum = active_context() is not None
         collator.keeps_attention_mask |= counts_real_tokens(args)
+
+
+def count_rows_of_groups(trainer: Trainer, cp_size: int) -> None:
+    """Let this Trainer's "Total train batch size" and samples a second count a group's rows once."""
+    counted = trainer.get_total_train_batch_size
+    trainer.get_total_train_batch_size = lambda args: counted(args) // cp_size
 
 
 def counts_real_tokens(args: TrainingArguments) -> bool:

@@ -1,5 +1,5 @@
 """Trainer classes for what a plain Trainer cannot do right over stripes: predictions, metrics, label
-smoothing, and its count of rows a step.
+smoothing.
 """
 
 import copy
@@ -12,7 +12,7 @@ from accelerate.state import GradientState
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_striped.integrations.active import active_context
@@ -22,7 +22,7 @@ from hf_striped.integrations.predictions import wanting_whole_rows
 
 
 class StripedTrainerMixin:
-    """For a Trainer class: predictions, metrics and label smoothing over stripes, and true counts of rows.
+    """For a Trainer class: predictions, metrics and label smoothing over stripes.
 
     Put it before the Trainer class: `class MyTrainer(StripedTrainerMixin, SFTTrainer)`.
 
@@ -105,14 +105,9 @@ class StripedTrainerMixin:
 
         return recursively_apply(of_each_group, self.accelerator.gather(data))
 
-    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """Rows an optimizer step takes: a group's ranks share theirs."""
-        cp = active_context()
-        return super().get_total_train_batch_size(args) // (cp.size if cp is not None else 1)
-
 
 class StripedTrainer(StripedTrainerMixin, Trainer):
-    """A Trainer whose predictions, metrics, label smoothing and counts of rows hold over stripes."""
+    """A Trainer whose predictions, metrics and label smoothing hold over stripes."""
 
 
 def _cut(outputs: Any, seq_len: int) -> Any:

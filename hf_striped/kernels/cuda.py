@@ -10,8 +10,8 @@ from torch import Tensor
 from hf_striped.kernels.base import ScoreRule
 from hf_striped.kernels.varlen import Segments, VarlenKernel, why_not_on_cuda
 
-_forward = torch.ops.aten._flash_attention_forward
-_backward = torch.ops.aten._flash_attention_backward
+aten_forward = torch.ops.aten._flash_attention_forward
+aten_backward = torch.ops.aten._flash_attention_backward
 
 
 class CudaKernel(VarlenKernel):
@@ -31,7 +31,7 @@ class CudaKernel(VarlenKernel):
     def _forward_row(
         self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, rule: ScoreRule
     ) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = _forward(
+        out, lse, *_ = aten_forward(
             query, key, value, *segments, 0.0, True, False, scale=rule.scale, **_window(rule)
         )
         return out, lse
@@ -50,7 +50,7 @@ class CudaKernel(VarlenKernel):
         rng_state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # for dropout: none
         unused = torch.empty(0, device=query.device)
         rows = (dout, query, key, value, out, lse)
-        return _backward(
+        return aten_backward(
             *rows, *segments, 0.0, True, rng_state, unused, scale=rule.scale, **_window(rule)
         )
 

@@ -29,7 +29,7 @@ class ReferenceKernel:
         for span in spans:
             for tile in tiles(span, rule.window_left, TILE, query.device):
                 scores = _scores(query[tile.queries], key[tile.keys], rule)
-                scores = scores.masked_fill(tile.hidden, -torch.inf)  # [heads, queries, keys]
+                scores = scores.masked_fill(tile.mask, -torch.inf)  # [heads, queries, keys]
                 lse = scores.logsumexp(-1)
                 values = _for_query_heads(value[tile.keys], query.shape[1])
                 out = torch.einsum("hqk,khd->qhd", (scores - lse.unsqueeze(-1)).exp(), values)
@@ -53,7 +53,7 @@ class ReferenceKernel:
                 do, o = _wide(dout[tile.queries]), _wide(out[tile.queries])
                 scores = _scores(q, k, rule)
                 weights = (scores - lse[tile.queries].T.unsqueeze(-1)).exp()
-                weights = weights.masked_fill(tile.hidden, 0.0)
+                weights = weights.masked_fill(tile.mask, 0.0)
                 dvalue = torch.einsum("hqk,qhd->khd", weights, do)
                 dweights = torch.einsum("qhd,khd->hqk", do, _for_query_heads(v, heads))
                 delta = (do * o).sum(-1).T.unsqueeze(-1)  # [heads, queries, 1]
