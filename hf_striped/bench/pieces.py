@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 Chunk = tuple[int, int]
-TILE = 128  # queries of a call with a window: the fastest of 32, 64, 128 and 256 for these layouts
+TILE = 128  # queries of a call with a window
 
 
 class Piece(NamedTuple):
