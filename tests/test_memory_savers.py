@@ -157,3 +157,11 @@ def test_both_hold_under_fsdp2(ranks, checkpointing):
     options = {"config": config, "gradient_checkpointing": checkpointing}
     for run in ranks.run(4, partial(train_fsdp2, **options), rows, 2):
         assert_same_run(run, reference)
+
+
+def test_label_smoothing_holds_in_tiles_which_are_recomputed_after_the_loss(ranks):
+    rows = token_rows(6, 13)
+    options = {"label_smoothing_factor": 0.3, "trainer_class": StripedTrainer}
+    reference = one_process(rows, **options)
+    for run in ranks.run(2, partial(train, config={"loss_tile_size": 4}, **options), rows, 2):
+        assert_same_run(run, reference)

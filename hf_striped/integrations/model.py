@@ -65,10 +65,10 @@ def save_memory(model: nn.Module) -> None:
 
 
 def _share_heads(model: nn.Module) -> None:
-    config = model.config.get_text_config()
-    query_heads = getattr(config, "num_attention_heads", 1)
-    key_heads = getattr(config, "num_key_value_heads", None) or query_heads
-    if active_context() is not None:
+    if active_context() is not None and hasattr(model, "config"):
+        config = model.config.get_text_config()
+        query_heads = getattr(config, "num_attention_heads", 1)
+        key_heads = getattr(config, "num_key_value_heads", None) or query_heads
         active_config().share_heads(query_heads, key_heads)
 
 

@@ -6,6 +6,7 @@ on each tile, its backbone replaced by one that returns the tile's hidden states
 """
 
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import contextmanager
 from functools import wraps
 from types import MethodType
@@ -81,11 +82,14 @@ class TiledLoss:
             kwargs |= {key: value for key, value in given.items() if value is not None}
             return self._whole_forward(*args, **kwargs)
         hidden, output = self._run_backbone(model, args, {**kwargs, "return_dict": True})
+        loss_function = (
+            model.loss_function
+        )  # of now: tiles are recomputed when it may have changed back
         total = torch.zeros((), device=hidden.device)
         tiles = zip(*(self._tiles(tensor) for tensor in (hidden, shift_labels)), strict=True)
         for hidden_tile, label_tile in tiles:
             total = total + checkpoint(
-                self._tile_loss, model, hidden_tile, label_tile, use_reentrant=False
+                self._tile_loss, model, loss_function, hidden_tile, label_tile, use_reentrant=False
             )
         count = num_items_in_batch
         count = (shift_labels != -100).sum() if count is None else count
@@ -112,13 +116,32 @@ class TiledLoss:
         """`[batch, seq, ...]` as tiles `[1, tile, ...]` of the flattened row."""
         return tensor.flatten(0, 1).unsqueeze(0).split(self.tile_size, 1)
 
-    def _tile_loss(self, model: nn.Module, hidden: Tensor, labels: Tensor) -> Tensor:
+    def _tile_loss(
+        self, model: nn.Module, loss_function: Callable, hidden: Tensor, labels: Tensor
+    ) -> Tensor:
         """The summed loss of one tile, by the model's own head and loss."""
-        with _backbone_that_returns(model, hidden), _without_hooks(model.get_output_embeddings()):
+        with (
+            _backbone_that_returns(model, hidden),
+            _without_hooks(model.get_output_embeddings()),
+            with_loss_function(model, loss_function),
+        ):
             output = self._whole_forward(
                 inputs_embeds=hidden, labels=labels, shift_labels=labels, num_items_in_batch=1
             )
         return output["loss"].float()
+
+
+@contextmanager
+def with_loss_function(model: nn.Module, loss_function: Callable):
+    """Within: the causal language model `model` computes its loss by `loss_function`."""
+    own = vars(model).get("_loss_function")
+    model.loss_function = loss_function
+    try:
+        yield
+    finally:
+        del model._loss_function
+        if own is not None:
+            model.loss_function = own
 
 
 @contextmanager

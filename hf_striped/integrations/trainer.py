@@ -19,6 +19,7 @@ from hf_striped.integrations.active import active_context
 from hf_striped.integrations.collator import NATURAL_KEY, StripedDataCollator
 from hf_striped.integrations.loss_hooks import remaining_rows
 from hf_striped.integrations.predictions import wanting_whole_rows
+from hf_striped.integrations.tiled_loss import with_loss_function
 
 
 class StripedTrainerMixin:
@@ -85,7 +86,8 @@ class StripedTrainerMixin:
         inputs.update(natural)  # for include_for_metrics=["inputs"]
         labels = natural["labels"] if labels is not None else None
         tokens = natural["input_ids"] if "input_ids" in natural else natural["inputs_embeds"]
-        return loss, _cut(outputs, tokens.shape[1]), labels
+        cp = active_context()
+        return loss, _cut(outputs, tokens.shape[1], cp.size if cp is not None else 1), labels
 
     @property
     def gather_function(self) -> Callable:
@@ -110,9 +112,15 @@ class StripedTrainer(StripedTrainerMixin, Trainer):
     """A Trainer whose predictions, metrics and label smoothing hold over stripes."""
 
 
-def _cut(outputs: Any, seq_len: int) -> Any:
-    """Without the tokens that filled the rows up to a multiple of P."""
-    return recursively_apply(lambda t: t[:, :seq_len] if t.ndim > 1 else t, outputs)
+def _cut(outputs: Any, seq_len: int, cp_size: int) -> Any:
+    """Without the tokens that filled the rows up to a multiple of P, where a tensor has one value a token."""
+    filled = -(-seq_len // cp_size) * cp_size
+
+    def cut(tensor: Tensor) -> Tensor:
+        per_token = tensor.ndim > 1 and tensor.shape[1] == filled
+        return tensor[:, :seq_len] if per_token else tensor
+
+    return recursively_apply(cut, outputs)
 
 
 @contextmanager
@@ -136,11 +144,5 @@ def _smoothed_loss(model: nn.Module, epsilon: float):
             shift_labels = pad(labels, (0, 1), value=-100)[..., 1:]
         return smoother({"logits": logits}, shift_labels, num_items_in_batch=num_items_in_batch)
 
-    own = vars(base).get("_loss_function")
-    base.loss_function = smoothed_loss
-    try:
+    with with_loss_function(base, smoothed_loss):
         yield
-    finally:
-        del base._loss_function
-        if own is not None:
-            base.loss_function = own
