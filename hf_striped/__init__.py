@@ -19,6 +19,7 @@ from hf_striped.integrations.accelerate import StripedParallelismConfig
 from hf_striped.integrations.checkpointing import keep_attention
 from hf_striped.integrations.collator import StripedDataCollator
 from hf_striped.integrations.model import prepare_model
+from hf_striped.integrations.telemetry import StripedTelemetry
 from hf_striped.integrations.trainer import StripedTrainer, StripedTrainerMixin
 from hf_striped.striping import stripe, unstripe
 
@@ -31,6 +32,7 @@ __all__ = [
     "StripedDataCollator",
     "StripedError",
     "StripedParallelismConfig",
+    "StripedTelemetry",
     "StripedTrainer",
     "StripedTrainerMixin",
     "UnsupportedFeatureError",

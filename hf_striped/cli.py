@@ -13,13 +13,15 @@ from hf_striped.bench.command import add_arguments as add_bench_arguments
 from hf_striped.bench.command import add_page_arguments, write_page
 from hf_striped.bench.command import run as run_bench
 from hf_striped.errors import StripedError
-from hf_striped.integrations.accelerate import CONTEXT_PARALLEL_SIZE_ENV
+from hf_striped.integrations.accelerate import CONTEXT_PARALLEL_SIZE_ENV, StripedParallelismConfig
 
 
 def launch(options: argparse.Namespace) -> int:
     """Start the processes by `accelerate launch`, each of which runs the script; its exit code."""
-    size = options.context_parallel_size or os.environ.get(CONTEXT_PARALLEL_SIZE_ENV)
-    count = options.num_processes or int(size or torch.cuda.device_count())
+    size = options.context_parallel_size
+    if size is not None or CONTEXT_PARALLEL_SIZE_ENV in os.environ:
+        size = StripedParallelismConfig(size).context_parallel_size  # a wrong one is an error here
+    count = options.num_processes or size or torch.cuda.device_count()
     if not count:
         print(
             "hf-striped run: say how many processes to start, with --context-parallel-size or --num-processes; "

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_striped.context import ContextParallel
+from hf_striped.meter import WAITING, count_sent, measured
 from hf_striped.ring import (
     RingStep,
     Shift,
@@ -81,7 +82,9 @@ class GatherExchange(RingExchange):
     def blocks(self) -> Iterator[tuple[RingStep, Tensor, Tensor]]:
         own = pack_pair(self._key, self._value)
         every = own.new_empty((self._cp.size, own.numel()))
-        dist.all_gather_single(every.view(-1), own, group=self._cp.group)
+        count_sent(own, self._cp.size - 1)
+        with measured("ring gather", own.device, WAITING):
+            dist.all_gather_single(every.view(-1), own, group=self._cp.group)
         for step in ring_schedule(self._cp.size, self._cp.rank, self._steps):
             yield step, *unpack_pair(every[step.key_rank], self._key, self._value)
 
@@ -97,7 +100,9 @@ class GatherExchange(RingExchange):
 
     def collect_gradients(self) -> tuple[Tensor, Tensor]:
         own = self._home.new_empty(self._home.shape[1])
-        dist.reduce_scatter_single(own, self._home.view(-1), group=self._cp.group)
+        count_sent(own, self._cp.size - 1)
+        with measured("ring scatter", own.device, WAITING):
+            dist.reduce_scatter_single(own, self._home.view(-1), group=self._cp.group)
         return unpack_pair(own, self._key, self._value)
 
 

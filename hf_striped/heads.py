@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_striped.context import ContextParallel
+from hf_striped.meter import ATTENTION, WAITING, count_sent, measured
 
 
 @torch.library.custom_op("hf_striped::tokens_to_heads", mutates_args=())
@@ -21,9 +22,7 @@ def tokens_to_heads(tokens: Tensor, group_name: str) -> Tensor:
     """Give away heads, take tokens."""
     cp = ContextParallel.from_group_name(group_name)
     sent = torch.stack(tokens.chunk(cp.size, 1))  # [U, local_tokens, heads / U, head_dim]
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=cp.group)
-    return received.transpose(0, 1).flatten(0, 1).contiguous()
+    return _all_to_all(sent, cp).transpose(0, 1).flatten(0, 1).contiguous()
 
 
 @torch.library.custom_op("hf_striped::heads_to_tokens", mutates_args=())
@@ -31,9 +30,15 @@ def heads_to_tokens(heads: Tensor, group_name: str) -> Tensor:
     """The inverse of `tokens_to_heads`."""
     cp = ContextParallel.from_group_name(group_name)
     sent = heads.unflatten(0, (-1, cp.size)).transpose(0, 1).contiguous()
+    return torch.cat(_all_to_all(sent, cp).unbind(0), 1)
+
+
+def _all_to_all(sent: Tensor, cp: ContextParallel) -> Tensor:
     received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=cp.group)
-    return torch.cat(received.unbind(0), 1)
+    count_sent(sent[0], cp.size - 1)
+    with measured("heads exchange", sent.device, ATTENTION, WAITING):
+        dist.all_to_all_single(received, sent, group=cp.group)
+    return received
 
 
 @tokens_to_heads.register_fake

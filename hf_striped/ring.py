@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_striped.context import ContextParallel
+from hf_striped.meter import WAITING, count_sent, measured
 
 
 class RingStep(NamedTuple):
@@ -32,6 +33,7 @@ class Shift:
 
     def __init__(self, cp: ContextParallel, sent: Tensor, received: Tensor, distance: int):
         self._tensors = (sent, received)  # alive until both transfers have ended
+        count_sent(sent)
         self._works = dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, sent, cp.neighbour(+distance), cp.group),
@@ -41,8 +43,9 @@ class Shift:
 
     def wait(self) -> Tensor:
         """Wait for both transfers; returns the tensor that arrived."""
-        for work in self._works:
-            work.wait()
+        with measured("ring wait", self._tensors[1].device, WAITING):
+            for work in self._works:
+                work.wait()
         return self._tensors[1]
 
 

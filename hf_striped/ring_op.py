@@ -19,6 +19,7 @@ from hf_striped.exchange import make_exchange
 from hf_striped.kernels import choose_kernel
 from hf_striped.kernels.base import ScoreRule
 from hf_striped.lse import merge_partial_
+from hf_striped.meter import ATTENTION, measured
 from hf_striped.packing import Span, block_spans, block_window, check_cu_seqlens, chunk_bounds
 from hf_striped.ring import RingStep
 
@@ -44,17 +45,19 @@ def ring_attention(
     bounds = cu_seqlens.tolist()
     check_cu_seqlens(bounds, len(query) * cp.size)
     block_plan = _plan(cp, bounds, scale, sliding_window, chunk_size, softcap)
-    out, lse = _empty_result(query, value)
-    lse.fill_(-torch.inf)
-    out.zero_()
-    blocks = make_exchange(exchange, cp, key, value, _steps(cp, sliding_window)).blocks()
-    for step, k, v in blocks:
-        for block in block_kernel.forward(query, k, v, *block_plan(step)):
-            merge_partial_(out[block.queries], lse[block.queries], block.out, block.lse)
-    if sinks is not None:
-        out *= torch.sigmoid(lse - sinks).unsqueeze(-1)
-        lse = torch.logaddexp(lse, sinks.to(lse.dtype))
-    return out.to(query.dtype), lse
+    with measured("ring attention forward", query.device, ATTENTION):
+        out, lse = _empty_result(query, value)
+        lse.fill_(-torch.inf)
+        out.zero_()
+        blocks = make_exchange(exchange, cp, key, value, _steps(cp, sliding_window)).blocks()
+        for step, k, v in blocks:
+            with measured(_name(step, cp), query.device):
+                for block in block_kernel.forward(query, k, v, *block_plan(step)):
+                    merge_partial_(out[block.queries], lse[block.queries], block.out, block.lse)
+        if sinks is not None:
+            out *= torch.sigmoid(lse - sinks).unsqueeze(-1)
+            lse = torch.logaddexp(lse, sinks.to(lse.dtype))
+        return out.to(query.dtype), lse
 
 
 @torch.library.custom_op("hf_striped::ring_attention_backward", mutates_args=())
@@ -78,18 +81,26 @@ def ring_attention_backward(
     cp = ContextParallel.from_group_name(group_name)
     block_kernel = choose_kernel(kernel, query.device, query.dtype, softcap)
     block_plan = _plan(cp, cu_seqlens.tolist(), scale, sliding_window, chunk_size, softcap)
-    dquery = torch.zeros_like(query, dtype=lse.dtype)
-    blocks = make_exchange(exchange, cp, key, value, _steps(cp, sliding_window))
-    blocks.start_gradients(lse.dtype)
-    for step, k, v in blocks.blocks():
-        dkey, dvalue = blocks.gradients_of(step)
-        for block in block_kernel.backward(dout, query, k, v, out, lse, *block_plan(step)):
-            dquery[block.queries] += block.dquery
-            dkey[block.keys] += block.dkey
-            dvalue[block.keys] += block.dvalue
-        blocks.send_gradients(step)
-    dkey, dvalue = blocks.collect_gradients()
-    return dquery.to(query.dtype), dkey.to(key.dtype, copy=True), dvalue.to(value.dtype, copy=True)
+    with measured("ring attention backward", query.device, ATTENTION):
+        dquery = torch.zeros_like(query, dtype=lse.dtype)
+        blocks = make_exchange(exchange, cp, key, value, _steps(cp, sliding_window))
+        blocks.start_gradients(lse.dtype)
+        for step, k, v in blocks.blocks():
+            dkey, dvalue = blocks.gradients_of(step)
+            with measured(_name(step, cp), query.device):
+                for block in block_kernel.backward(dout, query, k, v, out, lse, *block_plan(step)):
+                    dquery[block.queries] += block.dquery
+                    dkey[block.keys] += block.dkey
+                    dvalue[block.keys] += block.dvalue
+            blocks.send_gradients(step)
+        dkey, dvalue = blocks.collect_gradients()
+        home = dkey.to(key.dtype, copy=True), dvalue.to(value.dtype, copy=True)
+        return dquery.to(query.dtype), *home
+
+
+def _name(step: RingStep, cp: ContextParallel) -> str:
+    """How a profile calls a step."""
+    return f"ring step {step.index + 1} of {cp.size}: keys of rank {step.key_rank}"
 
 
 def _steps(cp: ContextParallel, sliding_window: int | None) -> int:

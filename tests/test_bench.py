@@ -12,7 +12,7 @@ from hf_striped import UnsupportedFeatureError
 from hf_striped.bench.calls import call_backward, call_forward
 from hf_striped.bench.layouts import group_of, make_layout
 from hf_striped.bench.operator import document_bounds
-from hf_striped.bench.page import page
+from hf_striped.bench.page import page, page_of_files
 from hf_striped.bench.problem import Problem
 from tests.tolerances import assert_gradients_equal, assert_outputs_equal
 
@@ -114,7 +114,7 @@ def test_the_command_measures_plots_and_makes_a_page(tmp_path):
     # keys and values once forward; once backward, and their gradients home in fp32
     tokens, width = 32, 2 * 2 * 64
     for found in result["operator"][:4]:
-        assert found["received_bytes"] == 3 * tokens * width * 4
+        assert found["sent_bytes"] == 3 * tokens * width * 4
     assert {path.name for path in tmp_path.glob("*.png")} == {
         "found-speed.png",
         "found-steps.png",
@@ -122,7 +122,8 @@ def test_the_command_measures_plots_and_makes_a_page(tmp_path):
     made = tmp_path / "page.md"
     command = [sys.executable, "-m", "hf_striped.cli", "bench-page", output, "--output", made]
     subprocess.run(command, check=True, timeout=60)
-    assert made.read_text() == page([result]) and "hf-striped bench" in made.read_text()
+    assert made.read_text() == page([result], [["found-speed.png", "found-steps.png"]])
+    assert "hf-striped bench" in made.read_text()
 
 
 def test_sizes_that_no_layout_can_take_are_refused(tmp_path):
@@ -133,9 +134,7 @@ def test_sizes_that_no_layout_can_take_are_refused(tmp_path):
 
 def test_the_benchmark_page_is_that_of_its_results():
     docs = Path(__file__).parent.parent / "docs"
-    results = [
-        json.loads(path.read_text()) for path in sorted((docs / "benchmarks").glob("*.json"))
-    ]
-    assert results and (docs / "benchmarks.md").read_text() == page(results), (
+    results = sorted((docs / "benchmarks").glob("*.json"))
+    assert results and (docs / "benchmarks.md").read_text() == page_of_files(results, docs), (
         "hf-striped bench-page docs/benchmarks/*.json --output docs/benchmarks.md"
     )

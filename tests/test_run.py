@@ -1,15 +1,14 @@
 """`hf_striped.run`: an unmodified script gains context parallelism from the command line alone."""
 
 import json
-import runpy
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 
+from hf_striped.cli import main
+from tests.launched import launch
 from tests.models import tiny_llama
 from tests.ranks import RankError
 from tests.test_trl import word_tokenizer
@@ -34,15 +33,9 @@ def arguments(folder, **changes):
     return [text for name, value in options.items() for text in (f"--{name}", value)]
 
 
-def run_plain(rank, world, script, argv):
-    with patch.object(sys, "argv", [script, *argv]):
-        runpy.run_path(script, run_name="__main__")
-
-
-def run_converted(rank, world, script, argv, cp_size):
-    from hf_striped.run import main
-
-    main(["--context-parallel-size", str(cp_size), script, *argv])
+def run_converted(ranks, world, cp_size, script, argv, folder):
+    options = "--context-parallel-size", cp_size
+    launch(ranks, world, "-m", "hf_striped.run", *options, script, *argv, folder=folder)
 
 
 def write_script(folder, text):
@@ -61,10 +54,10 @@ def test_an_unmodified_script_reports_the_figures_of_one_process(
     changes = {"streaming": streaming}
     if streaming == "true":  # which one process must be told to collate by itself, too
         changes["accelerator_config"] = '{"dispatch_batches": false}'
-    ranks.run(world // cp_size, run_plain, script, arguments(tmp_path, **changes))
+    launch(ranks, world // cp_size, script, *arguments(tmp_path, **changes), folder=tmp_path)
     reference = json.loads((tmp_path / "result.json").read_text())
     changes.pop("accelerator_config", None)
-    ranks.run(world, run_converted, script, arguments(tmp_path, **changes), cp_size)
+    run_converted(ranks, world, cp_size, script, arguments(tmp_path, **changes), tmp_path)
     found = json.loads((tmp_path / "result.json").read_text())
     assert len(found["losses"]) == 4
     for name in FIGURES:
@@ -104,16 +97,16 @@ def test_an_sft_script_reports_the_figures_of_one_process(ranks, tmp_path, by_ha
     if peft:
         options |= {"use_peft": "true", "lora_r": "4", "lora_target_modules": ".*q_proj"}
     argv = arguments(tmp_path, **options)
-    ranks.run(1, run_plain, script, argv)
+    launch(ranks, 1, script, *argv, folder=tmp_path)
     reference = json.loads((tmp_path / "result.json").read_text())
     if by_hand:
         text = Path(script).read_text()
         for line, replacement in DOCUMENTED_LINES.items():
             assert text.count(line) == 1
             text = text.replace(line, replacement)
-        ranks.run(2, run_plain, write_script(tmp_path, text), argv)
+        launch(ranks, 2, write_script(tmp_path, text), *argv, folder=tmp_path)
     else:
-        ranks.run(2, run_converted, script, argv, 2)
+        run_converted(ranks, 2, 2, script, argv, tmp_path)
     found = json.loads((tmp_path / "result.json").read_text())
     for name in SFT_FIGURES:
         assert found[name] == pytest.approx(reference[name], rel=1e-4), name
@@ -126,6 +119,15 @@ def test_the_command_starts_the_processes_and_returns_the_scripts_exit_code(tmp_
     assert done.returncode != 0
     assert "exitcode  : 3" in done.stderr and "local_rank: 1" in done.stderr
     assert not (tmp_path / "result.json").exists()
+
+
+def test_a_size_in_the_environment_that_is_no_number_is_named(monkeypatch, capsys):
+    monkeypatch.setenv("HF_STRIPED_CONTEXT_PARALLEL_SIZE", "two")
+    assert main(["run", str(SCRIPTS / "clm.py")]) == 2
+    assert (
+        "variable HF_STRIPED_CONTEXT_PARALLEL_SIZE) must be a positive integer; received 'two'"
+        in (capsys.readouterr().err)
+    )
 
 
 def test_one_process_has_the_scripts_own_exit_code(tmp_path):
@@ -150,12 +152,12 @@ def test_one_process_has_the_scripts_own_exit_code(tmp_path):
 def test_a_script_that_cannot_be_converted_is_refused_on_every_rank(ranks, tmp_path, text, message):
     script = write_script(tmp_path, text)
     with pytest.raises(RankError, match=message) as caught:
-        ranks.run(2, run_converted, script, [], 2)
+        run_converted(ranks, 2, 2, script, [], tmp_path)
     assert caught.value.kinds == dict.fromkeys(range(2), "ConfigurationError")
 
 
 def test_a_failing_script_shows_its_own_traceback(ranks, tmp_path):
     script = write_script(tmp_path, "def f():\n    raise KeyError('its own error')\nf()")
     with pytest.raises(RankError, match=r"script\.py.*line 2, in f") as caught:
-        ranks.run(2, partial(run_converted, script=script, argv=[], cp_size=2))
+        run_converted(ranks, 2, 2, script, [], tmp_path)
     assert caught.value.kinds == dict.fromkeys(range(2), "KeyError")

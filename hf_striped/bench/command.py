@@ -21,8 +21,8 @@ from tqdm import tqdm
 import hf_striped
 from hf_striped.bench.layouts import LAYOUTS, multiple_of
 from hf_striped.bench.operator import Shape, document_bounds, run_operator
-from hf_striped.bench.page import page
-from hf_striped.bench.plots import plot
+from hf_striped.bench.page import page, page_of_files
+from hf_striped.bench.plots import figure_class, plot
 from hf_striped.bench.problem import Problem
 from hf_striped.bench.simulate import simulate
 from hf_striped.bench.training import run_training
@@ -66,7 +66,7 @@ def add_page_arguments(parser: argparse.ArgumentParser) -> None:
 
 def write_page(options: argparse.Namespace) -> int:
     """Write the page of results."""
-    options.output.write_text(page([json.loads(path.read_text()) for path in options.results]))
+    options.output.write_text(page_of_files(options.results, options.output.parent))
     return 0
 
 
@@ -94,6 +94,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     ranks = int(os.environ.get("WORLD_SIZE", options.ranks))
+    if options.plot:
+        figure_class()
     if not options.output.parent.is_dir():
         raise ConfigurationError(f"There is no folder {options.output.parent} for --output.")
     for length in options.seq_len:
@@ -160,7 +162,7 @@ def measure(
         for kind in options.documents
     ]
     steps = len(problems) * len(options.layouts) * (1 + options.repeats)
-    steps += len(options.model) * len(options.seq_len) * 2 * (1 + options.repeats)
+    steps += len(options.model) * len(problems) * 2 * (1 + options.repeats)
     shown = {size: options.simulate_ranks or size for size in options.simulate}
     steps += len(problems) * sum(count + 1 for count in shown.values())
     with tqdm(total=steps, disable=rank != 0, unit="run") as bar:
@@ -171,8 +173,8 @@ def measure(
                 shape, problem, options.layouts, options.repeats, device, progress
             )
         for name in options.model:
-            for length in options.seq_len:
-                arguments = name, length, options.repeats, options.dtype, device
+            for problem in problems:
+                arguments = name, problem.bounds, options.repeats, options.dtype, device
                 training.append(run_training(*arguments, options.checkpointing, progress))
         for count, timed in shown.items():
             for problem in problems if rank == 0 else ():

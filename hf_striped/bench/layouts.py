@@ -47,13 +47,6 @@ class Striped:
     def tokens(self) -> Tensor:
         return torch.arange(self._cp.rank, self._problem.row_length, self._cp.size)
 
-    def gathered_bytes(self, key: Tensor, value: Tensor) -> int:
-        """What a rank receives in collectives, which no shift brings: blocks twice, and fp32 gradients."""
-        if self.name == "striped":
-            return 0
-        numbers = (self._cp.size - 1) * (key.numel() + value.numel())
-        return numbers * (2 * key.element_size() + 4)
-
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         return ring_attention(query, key, value, None, *self._settings)
 

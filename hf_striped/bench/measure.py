@@ -1,48 +1,22 @@
 """Timing one rank's passes: interleaved over layouts, with waits, bytes and peak memory."""
 
-import resource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
-from hf_striped.ring import Shift
+from hf_striped.peak import peak_bytes, start_peak
 
 
 class Sample(NamedTuple):
-    """One repeat on one rank: seconds, and bytes received."""
+    """One repeat on one rank: seconds, and bytes sent."""
 
     forward: float
     backward: float
     waiting: float
-    received: int
-
-
-class Waits:
-    """Seconds spent in waiting for shifts, and bytes that they brought."""
-
-    def __init__(self):
-        self.seconds, self.received = 0.0, 0
-
-
-@contextmanager
-def watched_shifts() -> Iterator[Waits]:
-    """Within: the waits of all rings are timed."""
-    waits, wait = Waits(), Shift.wait
-
-    def timed(self: Shift) -> torch.Tensor:
-        start = perf_counter()
-        arrived = wait(self)
-        waits.seconds += perf_counter() - start
-        waits.received += arrived.numel() * arrived.element_size()
-        return arrived
-
-    with patch.object(Shift, "wait", timed):
-        yield waits
+    sent: int
 
 
 def barrier() -> None:
@@ -58,34 +32,16 @@ def synchronise(device: torch.device) -> None:
 
 def peak_memory(function: Callable[[], Any], device: torch.device) -> int:
     """Bytes that `function` needs above what is held when it starts."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        function()
-        return torch.cuda.max_memory_allocated(device) - before
-    try:
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")  # the peak starts anew
-    except OSError:  # not Linux, or not allowed: the peak of the process's life
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        function()
-        return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    before = _status("VmRSS")
+    before = start_peak(device)
     function()
-    return _status("VmHWM") - before
+    return peak_bytes(device) - before
 
 
-def _status(field: str) -> int:
-    with open("/proc/self/status") as file:
-        line = next(line for line in file if line.startswith(field))
-    return int(line.split()[1]) * 1024
-
-
-def matmul_flops(device: torch.device, dtype: torch.dtype, size: int = 1024) -> float:
-    """Floating-point operations a second of a plain matmul here."""
+def matmul_flops(device: torch.device, dtype: torch.dtype, size: int = 2048) -> float:
+    """Floating-point operations a second of a plain matmul here: the fastest of five, after one that warms up."""
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     best = float("inf")
-    for _ in range(5):
+    for _ in range(6):
         start = perf_counter()
         left @ right
         synchronise(device)

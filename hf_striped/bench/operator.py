@@ -9,16 +9,16 @@ import torch
 import torch.distributed as dist
 
 from hf_striped.bench.baselines import OneProcess
-from hf_striped.bench.layouts import Layout, Striped, group_of, make_layout
+from hf_striped.bench.layouts import Layout, group_of, make_layout
 from hf_striped.bench.measure import (
     Sample,
     barrier,
     matmul_flops,
     peak_memory,
     synchronise,
-    watched_shifts,
 )
 from hf_striped.bench.problem import Problem
+from hf_striped.meter import WAITING, Meter
 
 
 class Shape(NamedTuple):
@@ -95,7 +95,7 @@ def run_operator(
 
 def _passes(layout: Layout, row: Sequence[torch.Tensor], device: torch.device) -> Sample:
     query, key, value, dout = row
-    with watched_shifts() as waits:
+    with Meter() as meter:
         start = perf_counter()
         out, lse = layout.forward(query, key, value)
         synchronise(device)
@@ -103,8 +103,7 @@ def _passes(layout: Layout, row: Sequence[torch.Tensor], device: torch.device) -
         layout.backward(dout, query, key, value, out, lse)
         synchronise(device)
         end = perf_counter()
-    gathered = layout.gathered_bytes(key, value) if isinstance(layout, Striped) else 0
-    return Sample(middle - start, end - middle, waits.seconds, waits.received + gathered)
+    return Sample(middle - start, end - middle, meter.seconds(WAITING), meter.sent)
 
 
 def _collect(shape, problem, layouts, samples, memory, rate, size) -> list[dict[str, Any]]:
@@ -131,7 +130,7 @@ def _collect(shape, problem, layouts, samples, memory, rate, size) -> list[dict[
                 "forward": median(max(s.forward for s in r) for r in zip(*found, strict=True)),
                 "backward": median(max(s.backward for s in r) for r in zip(*found, strict=True)),
                 "waiting": median(max(s.waiting for s in r) for r in zip(*found, strict=True)),
-                "received_bytes": max(s.received for rank in found for s in rank),
+                "sent_bytes": max(s.sent for rank in found for s in rank),
                 "peak_bytes": max(rank[index][1] for rank in every),
                 "flops_of_matmul": flops / seconds / processes / rate,
             }

@@ -1,6 +1,10 @@
 """A page for readers, made of results: the same results give the same page."""
 
+import json
+import os
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 HEAD = """# Benchmarks
@@ -14,9 +18,23 @@ Nothing on this page was run on a GPU unless its machine says so.
 """
 
 
-def page(results: Sequence[dict[str, Any]]) -> str:
-    """Markdown of the results, in the order given."""
-    return HEAD + "".join(f"\n{line}\n" for result in results for line in _sections(result))
+def page(results: Sequence[dict[str, Any]], pictures: Sequence[Sequence[str]] = ()) -> str:
+    """Markdown of the results, in the order given, each with its pictures (paths as the page writes them)."""
+    text = HEAD
+    for result, paths in zip_longest(results, pictures, fillvalue=()):
+        lines = [*_sections(result), *(f"![{Path(path).stem}]({path})" for path in paths)]
+        text += "".join(f"\n{line}\n" for line in lines)
+    return text
+
+
+def page_of_files(paths: Sequence[Path], folder: Path) -> str:
+    """The page of JSON files, with the PNG files that `--plot` drew beside them, as seen from `folder`."""
+    results = [json.loads(path.read_text()) for path in paths]
+    pictures = [
+        [os.path.relpath(drawn, folder) for drawn in sorted(path.parent.glob(f"{path.stem}-*.png"))]
+        for path in paths
+    ]
+    return page(results, pictures)
 
 
 def _sections(result: dict[str, Any]) -> Iterator[str]:
@@ -40,9 +58,9 @@ def _operator_table(result: dict[str, Any]) -> str:
     lines = [
         f"### Attention, forward and backward: {shape['heads']} heads ({shape['key_heads']} of keys) x "
         f"{shape['head_dim']}, {shape['dtype']}, median of {result['repeats']}\n",
-        "| tokens | documents | window | layout | seconds | of contiguous | of zigzag | of one process | "
-        "% of matmul speed | waiting | received MiB | peak MiB |",
-        "|--:|--:|--:|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "| tokens | documents | window | layout | forward | backward | seconds | of contiguous | of zigzag | of one process | "
+        "% of matmul speed | waiting | sent MiB | peak MiB |",
+        "|--:|--:|--:|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for found in result["operator"]:
         others = {
@@ -56,9 +74,9 @@ def _operator_table(result: dict[str, Any]) -> str:
         ]
         lines.append(
             f"| {found['row_length']} | {found['documents']} | {found['sliding_window'] or ''} | "
-            f"{found['layout']} | {found['seconds']:.3f} | {' | '.join(ratios)} | "
+            f"{found['layout']} | {found['forward']:.3f} | {found['backward']:.3f} | {found['seconds']:.3f} | {' | '.join(ratios)} | "
             f"{100 * found['flops_of_matmul']:.0f} | {found['waiting']:.3f} | "
-            f"{found['received_bytes'] / 2**20:.1f} | {found['peak_bytes'] / 2**20:.0f} |"
+            f"{found['sent_bytes'] / 2**20:.1f} | {found['peak_bytes'] / 2**20:.0f} |"
         )
     return "\n".join(lines)
 
@@ -70,13 +88,13 @@ def _case(found: dict[str, Any]) -> tuple:
 def _training_table(training: list[dict[str, Any]]) -> str:
     lines = [
         "### A whole training step\n",
-        "| model | parameters | tokens | ranks | checkpointing | striped | one process | speedup | peak MiB of a rank | of one process |",
-        "|---|--:|--:|--:|---|--:|--:|--:|--:|--:|",
+        "| model | parameters | tokens | documents | ranks | checkpointing | striped | one process | speedup | peak MiB of a rank | of one process |",
+        "|---|--:|--:|--:|--:|---|--:|--:|--:|--:|--:|",
     ]
     for found in training:
         seconds, peak = found["seconds"], found["peak_bytes"]
         lines.append(
-            f"| {found['model']} | {found['parameters'] / 1e6:.1f} M | {found['seq_len']} | {found['ranks']} | "
+            f"| {found['model']} | {found['parameters'] / 1e6:.1f} M | {found['seq_len']} | {found['documents']} | {found['ranks']} | "
             f"{'yes' if found['checkpointing'] else 'no'} | {seconds['striped']:.2f} s | {seconds['one process']:.2f} s | {found['speedup']:.2f}x | "
             f"{peak['striped'] / 2**20:.0f} | {peak['one process'] / 2**20:.0f} |"
         )

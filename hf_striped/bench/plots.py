@@ -6,8 +6,8 @@ from typing import Any
 from hf_striped.errors import ConfigurationError
 
 
-def plot(result: dict[str, Any], stem: Path) -> list[Path]:
-    """Draw what `result` holds; the files written, named after `stem`.
+def figure_class() -> type:
+    """Matplotlib's `Figure`.
 
     Raises:
         ConfigurationError: matplotlib is not installed.
@@ -19,6 +19,12 @@ def plot(result: dict[str, Any], stem: Path) -> list[Path]:
             f"Plots need matplotlib ({error}). Install the extra: pip install 'hf_striped[bench]', or leave "
             "--plot out."
         ) from error
+    return Figure
+
+
+def plot(result: dict[str, Any], stem: Path) -> list[Path]:
+    """Draw what `result` holds; the files written, named after `stem`."""
+    Figure = figure_class()
     written = []
     if result["operator"]:
         figure = Figure(figsize=(7, 4.5), layout="constrained")

@@ -1,6 +1,7 @@
 """A whole training step of a model, striped over the ranks and in one process, in turn."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -46,7 +47,7 @@ def model_of(name: str, attn_implementation: str, dtype: torch.dtype) -> nn.Modu
 
 def run_training(
     name: str,
-    seq_len: int,
+    bounds: Sequence[int],
     repeats: int,
     dtype: str,
     device: torch.device,
@@ -57,7 +58,7 @@ def run_training(
 
     Args:
         name: the model's; see `model_of`.
-        seq_len: tokens of the one row, a multiple of the number of ranks.
+        bounds: of the documents of the one row, from 0 to its length, a multiple of the number of ranks.
         repeats: steps that are timed, after one that warms up.
         dtype: of the weights.
         device: this rank's.
@@ -72,10 +73,14 @@ def run_training(
     for model in (striped, alone) if checkpointing else ():
         if model is not None:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-    tokens = torch.randint(striped.config.vocab_size, (1, seq_len))
-    batch, _ = stripe_batch({"input_ids": tokens, "labels": tokens}, size, rank)
+    row = {"input_ids": torch.randint(striped.config.vocab_size, (1, bounds[-1]))}
+    row["labels"] = row["input_ids"]
+    row["position_ids"] = torch.cat([torch.arange(e - b) for b, e in pairwise(bounds)])[None]
+    batch, _ = stripe_batch(row, size, rank)
     batch = {key: value.to(device) for key, value in batch.items()}
-    whole = {"input_ids": tokens.to(device), "labels": tokens.to(device), "use_cache": False}
+    if len(bounds) == 2:  # sdpa is given no mask for one document, and a faster kernel runs
+        del row["position_ids"]
+    whole = {**{key: value.to(device) for key, value in row.items()}, "use_cache": False}
     runs = {"striped": (step, {**batch, "use_cache": False}), "one process": (alone, whole)}
     seconds: dict[str, list[float]] = {label: [] for label in runs}
     memory, losses = {}, {}
@@ -97,7 +102,8 @@ def run_training(
     return {
         "model": Path(name).name,
         "parameters": sum(p.numel() for p in striped.parameters()),
-        "seq_len": seq_len,
+        "seq_len": bounds[-1],
+        "documents": len(bounds) - 1,
         "ranks": size,
         "checkpointing": checkpointing,
         "seconds": medians,
