@@ -164,7 +164,7 @@ def measure(
     steps = len(problems) * len(options.layouts) * (1 + options.repeats)
     steps += len(options.model) * len(problems) * 2 * (1 + options.repeats)
     shown = {size: options.simulate_ranks or size for size in options.simulate}
-    steps += len(problems) * sum(count + 1 for count in shown.values())
+    steps += len(problems) * options.repeats * sum(n + 1 for n in shown.values())
     with tqdm(total=steps, disable=rank != 0, unit="run") as bar:
         progress: Callable[[], None] = partial(bar.update, 1)
         operator, training, simulated = [], [], []

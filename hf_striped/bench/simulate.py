@@ -4,7 +4,8 @@ All ranks of a striped ring do the same work at a step to within a token; the sl
 time, or the transfer of the next block if that takes longer. Forward and backward passes are timed.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -39,8 +40,8 @@ def simulate(
         size: ranks of the ring.
         ranks: those whose kernels are timed.
         bandwidth: bytes a second between neighbours.
-        repeats: how often each kernel is timed; the least counts, which other work on the machine
-            lengthens the least.
+        repeats: how often each kernel and one process are timed, in turn; the least counts, which other work
+            on the machine lengthens the least.
         device: where the kernels run.
     """
     local, dtype = problem.row_length // size, shape.torch_dtype
@@ -53,23 +54,24 @@ def simulate(
     key, value = row(shape.key_heads), row(shape.key_heads)
     out, lse = torch.zeros_like(query), torch.full((local, shape.heads), 9.0, device=device)
     steps = size if problem.sliding_window is None else min(size, problem.sliding_window)
-    times = torch.zeros(len(ranks), steps, 2)
-    for index, rank in enumerate(ranks):
-        for step in ring_schedule(size, rank, steps):
-            window = problem.sliding_window
-            if window is not None:
-                window = block_window(window, size, rank, step.key_rank)
-            spans = block_spans(problem.bounds, size, rank, step.key_rank)
-            rule = ScoreRule(problem.scale, None, window)
-            blocks = spans, rule
-            passes = (
-                partial(kernel.forward, query, key, value, *blocks),
-                partial(kernel.backward, dout, query, key, value, out, lse, *blocks),
-            )
-            for column, make_pieces in enumerate(passes):
-                times[index, step.index, column] = min(
-                    _seconds(make_pieces, device) for _ in range(repeats)
-                )
+    times = torch.full((len(ranks), steps, 2), torch.inf)
+    alone = _one_process(shape, problem, row, device)
+    whole = torch.inf
+    for _ in range(repeats):  # both in turn, so that a slow minute slows both
+        for index, rank in enumerate(ranks):
+            for step in ring_schedule(size, rank, steps):
+                window = problem.sliding_window
+                if window is not None:
+                    window = block_window(window, size, rank, step.key_rank)
+                spans = block_spans(problem.bounds, size, rank, step.key_rank)
+                blocks = spans, ScoreRule(problem.scale, None, window)
+                forward = kernel.forward(query, key, value, *blocks)
+                backward = kernel.backward(dout, query, key, value, out, lse, *blocks)
+                for column, pieces in enumerate((forward, backward)):
+                    seconds = _seconds(partial(deque, pieces, 0), device)
+                    times[index, step.index, column].clamp_(max=seconds)
+            progress()
+        whole = min(whole, _seconds(alone, device))
         progress()
     block = (key.numel() + value.numel()) * key.element_size()
     transfers = torch.tensor([block / bandwidth, block * (1 + 4 / key.element_size()) / bandwidth])
@@ -79,8 +81,6 @@ def simulate(
     last_hop = (
         4 * (key.numel() + value.numel()) / bandwidth
     )  # dk and dv come home; nothing hides it
-    whole = min(_one_process(shape, problem, row, device) for _ in range(min(2, repeats)))
-    progress()
     return {
         "ranks": size,
         "measured_ranks": list(ranks),
@@ -96,25 +96,25 @@ def simulate(
     }
 
 
-def _seconds(make_pieces: Callable[[], Iterable], device: torch.device) -> float:
+def _seconds(compute: Callable[[], Any], device: torch.device) -> float:
     start = perf_counter()
-    for _ in make_pieces():
-        pass
+    compute()
     synchronise(device)
     return perf_counter() - start
 
 
 def _one_process(
     shape: Shape, problem: Problem, row: Callable[..., torch.Tensor], device: torch.device
-) -> float:
+) -> Callable[[], None]:
     """The whole row, as PyTorch's sdpa would compute it."""
     length = problem.row_length
     query, key, value, dout = (
         row(heads, length) for heads in (shape.heads, shape.key_heads, shape.key_heads, shape.heads)
     )
     layout = OneProcess(problem)
-    start = perf_counter()
-    out, lse = layout.forward(query, key, value)
-    layout.backward(dout, query, key, value, out, lse)
-    synchronise(device)
-    return perf_counter() - start
+
+    def compute() -> None:
+        out, lse = layout.forward(query, key, value)
+        layout.backward(dout, query, key, value, out, lse)
+
+    return compute
