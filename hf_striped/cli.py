@@ -12,6 +12,8 @@ import hf_striped.run
 from hf_striped.bench.command import add_arguments as add_bench_arguments
 from hf_striped.bench.command import add_page_arguments, write_page
 from hf_striped.bench.command import run as run_bench
+from hf_striped.doctor.command import add_arguments as add_doctor_arguments
+from hf_striped.doctor.command import run as run_doctor
 from hf_striped.errors import StripedError
 from hf_striped.integrations.accelerate import CONTEXT_PARALLEL_SIZE_ENV, StripedParallelismConfig
 
@@ -67,6 +69,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add_bench_arguments(bench)
     bench.set_defaults(main=run_bench)
+    doctor = commands.add_parser(
+        "doctor",
+        help="check this environment, and a model's parity with one process",
+        description="Checks versions, kernels, ranks and the links between them; given a model, compares loss and "
+        "gradient norm of one process and of the ring. Starts its own processes, unless launched: accelerate "
+        "launch [...] -m hf_striped.doctor MODEL. Exit code 0: all is well; 1: not; 2: it could not look.",
+    )
+    add_doctor_arguments(doctor)
+    doctor.set_defaults(main=run_doctor)
     page = commands.add_parser("bench-page", help="make a page of the results of bench")
     add_page_arguments(page)
     page.set_defaults(main=write_page)

@@ -3,22 +3,17 @@
 import argparse
 import json
 import os
-import platform
 import shlex
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from tqdm import tqdm
 
-import hf_striped
 from hf_striped.bench.layouts import LAYOUTS, multiple_of
 from hf_striped.bench.operator import Shape, document_bounds, run_operator
 from hf_striped.bench.page import page, page_of_files
@@ -27,6 +22,8 @@ from hf_striped.bench.problem import Problem
 from hf_striped.bench.simulate import simulate
 from hf_striped.bench.training import run_training
 from hf_striped.errors import ConfigurationError
+from hf_striped.machine import describe_machine
+from hf_striped.processes import device_of, run_on_ranks
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,23 +70,7 @@ def write_page(options: argparse.Namespace) -> int:
 def run(options: argparse.Namespace) -> int:
     """Measure, on processes of its own unless it was launched; the exit code."""
     _check(options)
-    if "WORLD_SIZE" in os.environ:
-        _on_rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), options)
-        return 0
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
-    os.environ["OMP_NUM_THREADS"] = str(options.threads)
-    processes = torch.multiprocessing.start_processes(
-        _start, args=(options,), nprocs=options.ranks, join=False, start_method="spawn"
-    )
-    deadline = monotonic() + options.time_limit
-    while not processes.join(timeout=max(0.0, deadline - monotonic())):  # one has ended, or none
-        if monotonic() >= deadline:
-            for process in processes.processes:
-                process.kill()
-            raise ConfigurationError(
-                f"The benchmark was to end within --time-limit {options.time_limit:g} s, and did not."
-            )
-    return 0
+    return run_on_ranks(_on_rank, options.ranks, options.threads, options.time_limit, options)
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -111,39 +92,14 @@ def _check(options: argparse.Namespace) -> None:
             )
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def _start(rank: int, options: argparse.Namespace) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(options.ranks),
-        LOCAL_WORLD_SIZE=str(options.ranks),
-    )
-    _on_rank(rank, options.ranks, options)
-
-
-def _on_rank(rank: int, size: int, options: argparse.Namespace) -> None:
-    torch.set_num_threads(options.threads)
-    gpu = torch.cuda.is_available()
-    device = torch.device("cuda", rank % torch.cuda.device_count()) if gpu else torch.device("cpu")
-    if gpu:
-        torch.cuda.set_device(device)
-    several = gpu and torch.cuda.device_count() >= size
-    dist.init_process_group("nccl" if several else "gloo")
-    try:
-        result = measure(options, rank, size, device)
-    finally:
-        dist.destroy_process_group()
+def _on_rank(rank: int, size: int, options: argparse.Namespace) -> int:
+    result = measure(options, rank, size, device_of(rank))
     if rank == 0:
         options.output.write_text(json.dumps(result, indent=1) + "\n")
         print(page([result]))
         written = plot(result, options.output.with_suffix("")) if options.plot else []
         print(f"Written: {', '.join(map(str, [options.output, *written]))}")
+    return 0
 
 
 def measure(
@@ -188,7 +144,7 @@ def measure(
         dist.barrier()
     return {
         "command": shlex.join(["hf-striped", "bench", *(a for a in sys.argv[1:] if a != "bench")]),
-        "machine": _machine(device),
+        "machine": describe_machine(device),
         "ranks": size,
         "threads": options.threads,
         "shape": shape._asdict(),
@@ -196,30 +152,6 @@ def measure(
         "operator": operator,
         "training": training,
         "simulated": simulated,
-    }
-
-
-def _machine(device: torch.device) -> dict[str, Any]:
-    import accelerate
-    import transformers
-
-    name = platform.processor() or platform.machine()
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    elif Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next((x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), name)
-    return {
-        "device": name,
-        "system": f"{platform.system()} {platform.machine()}",
-        "cores": os.cpu_count(),
-        "versions": {
-            "Python": platform.python_version(),
-            "PyTorch": torch.__version__,
-            "Transformers": transformers.__version__,
-            "Accelerate": accelerate.__version__,
-            "hf_striped": hf_striped.__version__,
-        },
     }
 
 

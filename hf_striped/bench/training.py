@@ -12,37 +12,13 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from hf_striped.bench.measure import barrier, peak_memory, synchronise
 from hf_striped.integrations.accelerate import StripedParallelismConfig
 from hf_striped.integrations.collator import stripe_batch
 from hf_striped.integrations.model import prepare_model
 from hf_striped.integrations.transformers import ATTENTION_NAME
-
-TINY = "tiny"
-
-
-def model_of(name: str, attn_implementation: str, dtype: torch.dtype) -> nn.Module:
-    """A model with random weights: "tiny", or of a configuration (a folder, a file or a hub name)."""
-    if name == TINY:
-        config = LlamaConfig(
-            vocab_size=4096,
-            hidden_size=256,
-            intermediate_size=688,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=2**20,
-        )
-    else:
-        gguf = {"gguf_file": Path(name).name} if name.endswith(".gguf") else {}
-        folder = str(Path(name).parent) if gguf else name
-        config = AutoConfig.from_pretrained(folder, **gguf)
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(
-        config, attn_implementation=attn_implementation, dtype=dtype
-    ).train()
+from hf_striped.models import model_of
 
 
 def run_training(
@@ -57,7 +33,7 @@ def run_training(
     """Seconds of a step, forward, backward and SGD, over all ranks and in one process.
 
     Args:
-        name: the model's; see `model_of`.
+        name: the model's; see `hf_striped.models.config_of`.
         bounds: of the documents of the one row, from 0 to its length, a multiple of the number of ranks.
         repeats: steps that are timed, after one that warms up.
         dtype: of the weights.

@@ -1,0 +1,1 @@
+"""`hf-striped doctor`: does this environment work, and does striped training equal one process on it?"""
