@@ -41,7 +41,8 @@ def launch(options: argparse.Namespace) -> int:
     return subprocess.run([*command, options.script, *options.arguments], check=False).returncode
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; each sets `main`, which takes the options and returns an exit code."""
     parser = argparse.ArgumentParser(
         "hf-striped", description="Exact long-context training by Striped Attention."
     )
@@ -81,7 +82,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     page = commands.add_parser("bench-page", help="make a page of the results of bench")
     add_page_arguments(page)
     page.set_defaults(main=write_page)
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = make_parser().parse_args(argv)
     try:
         return options.main(options)
     except StripedError as error:

@@ -50,12 +50,13 @@ class StripedDataCollator:
         keeps_natural_rows: a call also returns the rows as the base collator made them, in the key
             `striped_natural_rows`; `StripedTrainer` sets it for evaluation.
 
-    Returns (from a call), each for this rank's tokens:
-        input_ids, position_ids, labels, shift_labels: `[batch, local_seq]`; `labels` equals
-            `shift_labels`, -100 at each document's end and on padding.
-        striped_cu_seqlens: int32 `[documents + 1]`, global.
-        Other keys with one value a token are striped too; scalars, one value a row and values that
-        are not tensors pass through; anything else is refused by name.
+    A call returns, each for this rank's tokens:
+
+    - `input_ids`, `position_ids`, `labels`, `shift_labels`: `[batch, local_seq]`; `labels` equals
+      `shift_labels`, -100 at each document's end and on padding.
+    - `striped_cu_seqlens`: int32 `[documents + 1]`, global.
+    - Other keys with one value a token are striped too; scalars, one value a row and values that
+      are not tensors pass through; anything else is refused by name.
 
     Raises:
         ConfigurationError: sizes that contradict one another or the active group.

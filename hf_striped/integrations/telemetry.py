@@ -21,12 +21,12 @@ class StripedTelemetry(TrainerCallback):
 
     What TensorBoard, W&B and `log_history` then show, over the optimizer steps since the log before:
 
-        tokens_per_second_per_device   tokens of a stripe, padding included, a second; the mean over devices.
-                                       Data loading counts, evaluation and saving do not.
-        attention_seconds              seconds of a step in ring attention, waiting included; mean over devices
-        waiting_seconds                seconds of a step in waiting for other ranks' messages; mean over devices
-        sent_gib                       GiB that a device sent to others in a step, by attention; the mean
-        peak_memory_gib                the most of any device: allocated by PyTorch on CUDA, resident on a CPU
+    - `tokens_per_second_per_device`: tokens of a stripe, padding included, a second; the mean over devices.
+      Data loading counts, evaluation and saving do not.
+    - `attention_seconds`: seconds of a step in ring attention, waiting included; mean over devices.
+    - `waiting_seconds`: seconds of a step in waiting for other ranks' messages; mean over devices.
+    - `sent_gib`: GiB that a device sent to others in a step, by attention; the mean.
+    - `peak_memory_gib`: the most of any device: allocated by PyTorch on CUDA, resident on a CPU.
 
     Args:
         trace_folder: where each rank writes a Chrome trace, `rank-0.json` and so on, with named ring steps, for
