@@ -166,11 +166,17 @@ class StripedParallelismConfig(ParallelismConfig):
     def _check_process_count(self, num_processes: int) -> None:
         context = self.context_parallel_size
         if num_processes % context:
+            launched = int(os.environ.get("WORLD_SIZE", num_processes))
             raise ConfigurationError(
                 "The number of processes must be a multiple of context_parallel_size; received "
                 f"{num_processes} process(es), context_parallel_size={context}. "
-                f"Launch with `accelerate launch --num_processes {context}` (or a multiple of it); where there "
-                "are no GPUs add --multi_gpu, without which accelerate starts a single process."
+                + (
+                    f"{launched} were launched, but Accelerate looks for GPUs: where there are none, pass "
+                    "TrainingArguments(use_cpu=True) or Accelerator(cpu=True)."
+                    if launched != num_processes
+                    else f"Launch with `accelerate launch --num_processes {context}` (or a multiple of it); where "
+                    "there are no GPUs add --multi_gpu, without which accelerate starts a single process."
+                )
             )
 
     def _complete_sizes(self, num_processes: int) -> None:
