@@ -1,12 +1,18 @@
 #!/usr/bin/env bash
-# Install the project and fine-tune SmolLM2-135M over two processes on this machine's CPU.
-# Arguments go to train.py: bash recipes/smollm2/run.sh --help
+# Install the project, fine-tune SmolLM2-135M over two processes on this machine's CPU, and compare the first step with
+# one process. Arguments go to train.py: bash recipes/smollm2/run.sh --help
 set -euo pipefail
-root="$(cd "$(dirname "$0")/../.." && pwd)"
-bash "$root/recipes/install.sh" demo
+recipe="$(cd "$(dirname "$0")" && pwd)"
+bash "$recipe/../install.sh" demo
+bin="$recipe/../../.venv/bin"
+case " $* " in *" --help "* | *" -h "*) exec "$bin/python" "$recipe/train.py" --help ;; esac
 export TOKENIZERS_PARALLELISM=false
 case " $* " in *" --model"*) ;; *) export HF_HUB_OFFLINE=1 ;; esac # the packaged model needs no hub
-# --multi_gpu is how accelerate starts several processes, on CPUs too
-exec "$root/.venv/bin/accelerate" launch --multi_gpu --num_processes "${NUM_PROCESSES:-2}" \
-    --num_machines 1 --main_process_port 0 --mixed_precision no --dynamo_backend no \
-    "$root/recipes/smollm2/train.py" "$@"
+figures="$(mktemp -d)"
+trap 'rm -rf "$figures"' EXIT
+echo "The first step in one process ..."
+"$bin/python" "$recipe/train.py" "$@" --alone --figures "$figures/alone.json"
+echo "Training over two ranks ..."
+"$bin/accelerate" launch --config_file "$recipe/cpu.yaml" --main_process_port 0 \
+    "$recipe/train.py" "$@" --figures "$figures/ranks.json"
+"$bin/python" "$recipe/compare.py" "$figures/alone.json" "$figures/ranks.json"
