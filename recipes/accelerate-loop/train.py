@@ -49,6 +49,7 @@ def load(options: argparse.Namespace) -> tuple[torch.nn.Module, list[dict]]:
     files = sorted(options.text.glob(options.pattern))[: 8 if options.smoke else None]
     texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
     if options.smoke:
+        options.epochs = 3
         config = LlamaConfig(**TINY)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="striped_ring")
         documents = [list(text.encode())[: 30 + 7 * i] for i, text in enumerate(texts)]

@@ -71,10 +71,10 @@ def flatten_documents(features: list[dict]) -> dict:
 
 def main() -> None:
     options, cuda = parse_arguments(), torch.cuda.is_available()
-    size = options.context_parallel_size
+    ring = None if options.alone else StripedParallelismConfig(options.context_parallel_size)
     arguments = transformers.TrainingArguments(
         output_dir=options.output or tempfile.gettempdir(),
-        parallelism_config=None if options.alone else StripedParallelismConfig(size),
+        parallelism_config=ring,
         per_device_train_batch_size=options.batch_size,
         max_steps=options.steps,
         learning_rate=options.learning_rate,
@@ -89,7 +89,7 @@ def main() -> None:
     )
     transformers.set_seed(0)
     gguf = {"gguf_file": options.gguf_file} if options.gguf_file else {}
-    attention = {"attn_implementation": "sdpa" if options.alone else "striped_ring"}
+    attention = {"attn_implementation": "striped_ring" if ring else "sdpa"}
     tokenizer = transformers.AutoTokenizer.from_pretrained(options.model, **gguf)
     rows = pack_files(tokenizer, options)
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -98,13 +98,12 @@ def main() -> None:
     if gguf:  # the weights are plain fp32 now, which the Trainer does not know
         model.is_quantized, model.hf_quantizer = False, None
         del model.config.quantization_config
-    collator = flatten_documents if options.alone else StripedDataCollator(flatten_documents)
     trainer = transformers.Trainer(
         model=model,
         args=arguments,
         train_dataset=rows,
         processing_class=tokenizer,
-        data_collator=collator,
+        data_collator=StripedDataCollator(flatten_documents) if ring else flatten_documents,
     )
     trainer.train()
     if options.output:
