@@ -19,7 +19,7 @@ def merge_partial_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tenso
         block_out: the block's own normalised output, same shape, any floating type.
         block_lse: the block's log-sum-exp, same shape as `lse`.
 
-    Source: the online softmax of FlashAttention, arXiv 2307.08691; docs/explanation/striping.md.
+    Source: the online softmax of FlashAttention, arXiv 2307.08691; docs/explanation/online-softmax.md.
     """
     # exp(lse_block - lse_merged); NaN only where neither has seen a key, and there it counts nothing
     weight = torch.sigmoid(block_lse - lse).nan_to_num_(nan=0.0)
