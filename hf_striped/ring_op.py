@@ -6,7 +6,7 @@
     lse:   [tokens, query_heads]                natural log, fp32 (fp64 for fp64 inputs)
 
 Autograd, checkpointing and torch.compile see one node a layer. The steps of the backward are numbered
-in docs/explanation/striping.md.
+in docs/explanation/ring-backward.md.
 """
 
 from collections.abc import Callable
