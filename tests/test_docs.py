@@ -52,6 +52,7 @@ def test_the_reference_has_all_that_is_public_every_command_and_every_error(site
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT / "docs")))
 def test_python_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(ROOT / "docs" / "figures")  # whose numbers a page may assert
     for example in Sybil([PythonCodeBlockParser(), SkipParser()]).parse(page).examples():
         example.evaluate()
 

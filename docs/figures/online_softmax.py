@@ -2,7 +2,7 @@
 
 python docs/figures/online_softmax.py
 
-Every bar is computed by the merge itself: with the identity as values, the output of attention is its weights.
+Every bar comes from the merge itself: with the identity as values, the output is the weights.
 
     scores:  [keys]      of one query against every key
     out:     [1, keys]   the weights after each ring step
@@ -28,7 +28,7 @@ INK, FAINT = "#222222", "#6E6E6E"
 
 
 def merged_steps(scores: Tensor) -> list[tuple[int, Tensor, float, float]]:
-    """For each ring step of the query's rank: rank of the keys, weights so far, lse of block, lse so far."""
+    """Of each ring step: the keys' rank, the weights so far, the block's lse, the lse so far."""
     values, seen = torch.eye(TOKENS), torch.arange(TOKENS) <= QUERY
     out, lse = torch.zeros(1, 1, TOKENS), torch.full((1, 1), -torch.inf)
     steps = []

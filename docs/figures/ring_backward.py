@@ -1,8 +1,8 @@
-"""Draw docs/figures/ring_backward.png: whose keys each rank holds in the backward ring, and where their dk, dv are.
+"""Draw docs/figures/ring_backward.png: whose keys each rank holds, and where their dk, dv are.
 
 python docs/figures/ring_backward.py
 
-The moves are those of `RingExchange`, played with sets of query ranks in the place of sums of gradients.
+The moves of `RingExchange`, played with sets of query ranks in the place of sums of gradients.
 
     home:  [cp_size] sets      shares summed up at home
     sums:  [cp_size] sets      shares in the sum that each rank holds for the keys of the step
