@@ -10,10 +10,6 @@ Counted by brute force. A unit is the fair share of a rank and step: all pairs o
 
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-
 import matplotlib.pyplot as plt
 import numpy as np
 
@@ -61,6 +57,7 @@ def cost(work: np.ndarray, allowed: np.ndarray) -> tuple[float, float]:
 
 
 def main() -> None:
+    plt.switch_backend("Agg")
     plt.rcParams["font.size"] = 9
     figure, grid = plt.subplots(3, 3, figsize=(8, 5.2), layout="constrained")
     for axes_row, (name, allowed) in zip(grid, ROWS.items(), strict=True):
@@ -68,16 +65,16 @@ def main() -> None:
             work = work_of(layout, allowed)
             units = work.T / (allowed.sum() / CP_SIZE**2)
             axes.imshow(units, cmap="Blues", vmin=0, vmax=3, aspect="auto")
-            for (rank, step), value in np.ndenumerate(units):
-                color = "white" if value > 1.9 else "k"
-                axes.text(step, rank, f"{value:.2f}", color=color, ha="center", va="center")
+            for (rank, step), x in np.ndenumerate(units):
+                color = "w" if x > 1.9 else "k"
+                axes.text(step, rank, f"{x:.2f}", color=color, ha="center", va="center")
             took = " to ".join(dict.fromkeys(f"{bound:.2f}" for bound in cost(work, allowed)))
             axes.set_title(f"{layout}: {took}", loc="left")
             axes.set_xticks(range(CP_SIZE), [f"step {step}" for step in range(CP_SIZE)])
             axes.set_yticks(range(CP_SIZE), [f"rank {rank}" for rank in range(CP_SIZE)])
             axes.tick_params(length=0)
         axes_row[0].set_ylabel(name, fontweight="bold")
-    figure.savefig(Path(__file__).with_suffix(".png"), dpi=80, facecolor="white")
+    figure.savefig(Path(__file__).with_suffix(".png"), dpi=72, facecolor="white")
 
 
 if __name__ == "__main__":
