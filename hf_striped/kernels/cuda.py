@@ -1,7 +1,7 @@
 """Block attention by PyTorch's own flash attention for CUDA: no extra package.
 
 The project's test suite has no GPU: it checks the arguments against the operators' schemas and the
-arithmetic against a stand-in. The README's table says what has been run on a GPU.
+arithmetic against a stand-in. docs/reference/support.md says what has been run on a GPU.
 """
 
 import torch

@@ -3,7 +3,7 @@ where it is installed, else flash-attn 2 (2.7 or later). FlashAttention 4 (flash
 out: its backward for a given out and lse is private, and its signature still changes.
 
 Neither has been run by the project's test suite, which has no GPU: it checks the arithmetic against a
-stand-in with the packages' signatures. The README's table says what has been run on a GPU.
+stand-in with the packages' signatures. docs/reference/support.md says what has been run on a GPU.
 """
 
 import inspect
