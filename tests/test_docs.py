@@ -21,6 +21,7 @@ PAGES = sorted(
     for path in (ROOT / "docs").rglob("*.md")
     if not {"_build", "generated"} & set(path.relative_to(ROOT).parts)
 )
+README = ROOT / "README.md"
 COMMAND = re.compile(r"^(?:[A-Z_]+=\S+ )*hf-striped (.*)$", re.MULTILINE)
 
 
@@ -49,7 +50,7 @@ def test_the_reference_has_all_that_is_public_every_command_and_every_error(site
     assert errors.count("highlight-text") == len(raised) > 50
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT / "docs")))
+@pytest.mark.parametrize("page", [README, *PAGES], ids=lambda path: str(path.relative_to(ROOT)))
 def test_python_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT / "docs" / "figures")  # whose numbers a page may assert
@@ -57,10 +58,33 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
         example.evaluate()
 
 
+def test_every_picture_is_there_and_so_is_what_draws_it():
+    """A script of its name for a figure; for a benchmark's plot the results that it shows."""
+    shown = {
+        (page.parent / name).resolve()
+        for page in [README, *PAGES]
+        for name in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page.read_text())
+    }
+    folders = [ROOT / "docs" / name for name in ("figures", "benchmarks")]
+    assert shown == {picture for folder in folders for picture in folder.glob("*.png")}
+    for picture in shown:
+        if picture.parent.name == "figures":
+            assert picture.with_suffix(".py").exists(), picture.name
+        else:
+            results = [path.stem for path in picture.parent.glob("*.json")]
+            assert picture.stem.startswith(tuple(results)), picture.name
+
+
+def test_every_test_file_that_the_support_page_names_is_there():
+    text = (ROOT / "docs" / "reference" / "support.md").read_text()
+    named = set(re.findall(r"`(test_\w+\.py)`", text))
+    assert named and {name for name in named if not (ROOT / "tests" / name).exists()} == set()
+
+
 def commands() -> list[str]:
     """Every `hf-striped` command line of a bash block of the documentation and the README."""
     found = []
-    for page in [ROOT / "README.md", *PAGES]:
+    for page in [README, *PAGES]:
         for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL):
             found += COMMAND.findall(block.replace("\\\n", " "))
     return sorted(set(found))
