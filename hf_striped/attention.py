@@ -40,23 +40,24 @@ def striped_ring_attention(
     """Exact causal attention over a sequence striped across the ranks of `group`.
 
     Args:
-        query: `[batch, query_heads, local_seq, head_dim]`, this rank's stripe: local index i is token
-            `i * P + rank` of its row. fp64, fp32, bf16 or fp16, as the kernel allows.
-        key: `[batch, key_heads, local_seq, head_dim]`; `query_heads` is a multiple of `key_heads`.
-        value: `[batch, key_heads, local_seq, value_head_dim]`.
+        query: `[batch, query_heads, local_seq, head_dim]`, this rank's stripe: of P ranks, local index i is
+            token `i * P + rank` of its row. fp64, fp32, bf16 or fp16, as the kernel allows.
+        key: `[batch, key_heads, local_seq, head_dim]`, in the type and on the device of `query`;
+            `query_heads` is a multiple of `key_heads`.
+        value: `[batch, key_heads, local_seq, value_head_dim]`, likewise.
         group: the context-parallel process group; None for a single rank.
         scale: factor of the scores; default `head_dim ** -0.5`.
         cu_seqlens: int32 `[documents + 1]`, the documents' bounds in the *global* flattened row of
             `batch * local_seq * P` tokens. Default: each row of the batch is one document.
-        sliding_window: keys a query sees, its own included; default all. Counted in tokens of its
-            document, on whatever rank they are.
-        softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2); default none.
+        sliding_window: keys a query sees, its own included, at least 1; default all. Counted in tokens of
+            its document, on whatever rank they are.
+        softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2), above 0; default none.
         sinks: `[query_heads]`, one learned score a head that takes part in the softmax with no value
             (gpt-oss); default none. Its gradient is this rank's share: the ranks' shares add up.
-        return_lse: also return the log-sum-exp of each query's scores.
-        chunk_size: attention does not cross the ends of chunks of so many tokens, counted from each
-            document's start (Llama 4); default no chunks.
-        kernel: a name in `hf_striped.kernels.KERNELS`, or "auto".
+        return_lse: also return the log-sum-exp of each query's scores, its sink included.
+        chunk_size: attention does not cross the ends of chunks of so many tokens, at least 1, counted from
+            each document's start (Llama 4); default no chunks.
+        kernel: a name in `hf_striped.kernels.KERNELS`, or "auto": the first fast one that can run.
         exchange: how keys and values reach the other ranks: "ring", or "gather" (all at once, in the memory
             of all blocks; docs/benchmarks.md compares them).
         heads_group: the U ranks that share the heads of a stripe (heads x ring): then `group` is the ring of
@@ -70,11 +71,26 @@ def striped_ring_attention(
         carries no gradient.
 
     Raises:
-        BatchError: shapes, types or `cu_seqlens` that do not fit together.
-        KernelUnavailableError: the kernel cannot run here.
-        ConfigurationError: this process is not a member of `group`.
+        BatchError: shapes, types or devices that do not fit together; `cu_seqlens` that do not rise from 0
+            to the length of the row; a `sliding_window` or `chunk_size` below 1, a `softcap` that is not
+            positive, `sinks` of another shape.
+        ConfigurationError: this process is not a member of `group` or `heads_group`, the ranks of
+            `heads_group` cannot share these heads, or there is no such `exchange`.
+        KernelUnavailableError: there is no such `kernel`, or it cannot run for this type, device or softcap;
+            with "auto", none can.
 
-    Source: Striped Attention, arXiv 2311.09431; Ring Attention, arXiv 2310.01889.
+    Source: Striped Attention, arXiv 2311.09431, over the ring of Ring Attention, arXiv 2310.01889. Partial
+    results are merged as in Online softmax, arXiv 1805.02867; the backward pass computes the scores anew
+    from `lse`, as FlashAttention does, arXiv 2205.14135.
+
+    Example:
+        >>> import torch, hf_striped
+        >>> from torch.nn.functional import scaled_dot_product_attention
+        >>> query, key, value = (torch.randn(1, 2, 8, 16) for _ in range(3))
+        >>> out = hf_striped.striped_ring_attention(query, key, value, group=None)
+        >>> expected = scaled_dot_product_attention(query, key, value, is_causal=True)
+        >>> torch.allclose(out, expected, atol=1e-5)
+        True
     """
     _check_shapes(query, key, value)
     cp, sharers = ContextParallel.from_group(group), ContextParallel.from_group(heads_group)

@@ -31,19 +31,25 @@ def stripe(tensor: Tensor, dim: int, cp_size: int, cp_rank: int) -> Tensor:
     """The tokens of `tensor` that live on `cp_rank`, as a view.
 
     Args:
-        tensor: any shape; `tensor.shape[dim]` is the global sequence length, a multiple of `cp_size`.
-        dim: the sequence dimension.
-        cp_size: number of ranks in the context-parallel group.
-        cp_rank: this rank's index in that group.
+        tensor: any shape and type; `tensor.shape[dim]` is the global sequence length, a multiple of `cp_size`.
+        dim: the sequence dimension; negative ones count from the last.
+        cp_size: number of ranks in the context-parallel group, at least 1.
+        cp_rank: this rank's index in that group, from 0.
 
     Returns:
         A view of shape `tensor.shape` with `dim` divided by `cp_size`.
 
     Raises:
         BatchError: the length is not a multiple of `cp_size`.
-        ConfigurationError: `cp_rank` is not a rank of the group.
+        ConfigurationError: not `0 <= cp_rank < cp_size`.
+        IndexError: `tensor` has no dimension `dim`.
 
     Source: Striped Attention, arXiv 2311.09431, section 3.
+
+    Example:
+        >>> import torch, hf_striped
+        >>> [hf_striped.stripe(torch.arange(8), 0, cp_size=2, cp_rank=rank).tolist() for rank in range(2)]
+        [[0, 2, 4, 6], [1, 3, 5, 7]]
     """
     check_cp_size_and_rank(cp_size, cp_rank)
     length = tensor.shape[dim]
@@ -59,17 +65,26 @@ def stripe(tensor: Tensor, dim: int, cp_size: int, cp_rank: int) -> Tensor:
 
 
 def unstripe(shards: Sequence[Tensor], dim: int) -> Tensor:
-    """Put the shards of all ranks, in rank order, back into natural token order.
+    """Put the shards of all ranks, in rank order, back into natural token order: the inverse of `stripe`.
 
     Args:
-        shards: one tensor a rank, of equal shape; `shards[r]` holds the tokens `r, r + P, r + 2P, ...`.
-        dim: the sequence dimension.
+        shards: one tensor a rank, all of one shape; of P shards `shards[r]` holds the tokens
+            `r, r + P, r + 2P, ...`.
+        dim: the sequence dimension; negative ones count from the last.
 
     Returns:
-        A new tensor whose `dim` is `len(shards)` times as long.
+        A new tensor of the shards' shape, with `dim` P times as long.
 
     Raises:
         BatchError: no shard, or shards of different shapes.
+
+    Source: Striped Attention, arXiv 2311.09431, section 3.
+
+    Example:
+        >>> import torch, hf_striped
+        >>> shards = [torch.tensor([[0, 2]]), torch.tensor([[1, 3]])]
+        >>> hf_striped.unstripe(shards, dim=1)
+        tensor([[0, 1, 2, 3]])
     """
     shapes = [tuple(shard.shape) for shard in shards]
     if not shards or len(set(shapes)) != 1:

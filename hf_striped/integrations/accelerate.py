@@ -30,11 +30,13 @@ class StripedParallelismConfig(ParallelismConfig):
     Pass it as `TrainingArguments(parallelism_config=...)` or `Accelerator(parallelism_config=...)`.
     Processes beyond the context-parallel size are data parallel: the data-parallel size is worked out
     from the number of processes (as shards under FSDP2, as replicas otherwise) unless it is given.
+    Each argument is an attribute of the same name.
 
     Args:
         context_parallel_size: processes a sequence is spread over; default the environment variable
             `HF_STRIPED_CONTEXT_PARALLEL_SIZE`, else 1.
-        kernel: the block kernel, a name in `hf_striped.kernels.KERNELS`, or "auto".
+        kernel: the block kernel, a name in `hf_striped.kernels.KERNELS`, or "auto": the first fast one that
+            can run.
         exchange: how keys and values reach the other ranks, "ring" or "gather":
             `hf_striped.striped_ring_attention`.
         heads_parallel_size: ranks of a group that share attention heads by an all-to-all, inside the ring of
@@ -47,9 +49,18 @@ class StripedParallelismConfig(ParallelismConfig):
         **fields: Accelerate's own fields. `cp_size`, `sp_size` and `tp_size` above 1 are refused.
 
     Raises:
-        ConfigurationError: a size that is not a positive integer, another sequence-splitting
-            parallelism in the same config, or (once processes are known) sizes that do not multiply
-            to the number of processes.
+        ConfigurationError: `cp_size`, `sp_size` or `tp_size` above 1; a size that is not a positive integer;
+            a `heads_parallel_size` that does not divide `context_parallel_size`; no such `kernel` or
+            `exchange`; or, in a launched script, a number of processes that is no multiple of
+            `context_parallel_size`.
+        ValueError: a value that Accelerate refuses for a field of its own.
+        TypeError: a name that is none of Accelerate's fields.
+
+    Example:
+        >>> import hf_striped
+        >>> from transformers import TrainingArguments
+        >>> config = hf_striped.StripedParallelismConfig(context_parallel_size=1, kernel="reference")
+        >>> arguments = TrainingArguments(use_cpu=True, parallelism_config=config)
     """
 
     def __init__(
@@ -104,22 +115,27 @@ class StripedParallelismConfig(ParallelismConfig):
 
     @property
     def non_dp_dim_names(self) -> list[str]:
+        """Names of the mesh dimensions whose ranks take the same rows: Accelerate's, and `cp`."""
         return [*super().non_dp_dim_names, *self._cp_dim_names]
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
+        """Names of the mesh dimensions that FSDP2 shards weights over: Accelerate's, and `cp`."""
         return [*super().dp_shard_cp_dim_names, *self._cp_dim_names]
 
     @property
     def dp_cp_dim_names(self) -> list[str]:
+        """Names of the mesh dimensions that a loss is averaged over: Accelerate's, and `cp`."""
         return [*super().dp_cp_dim_names, *self._cp_dim_names]
 
     @property
     def total_size(self) -> int:
+        """Number of processes in all: the product of all sizes."""
         return super().total_size * self.context_parallel_size
 
     @property
     def non_data_parallel_size(self) -> int:
+        """Number of processes that take the same rows."""
         return super().non_data_parallel_size * self.context_parallel_size
 
     @property
@@ -127,6 +143,18 @@ class StripedParallelismConfig(ParallelismConfig):
         return ["cp"] if self.striped else []
 
     def get_device_mesh(self, device_type: str | None = None):
+        """The mesh of this process, made at the first call; Accelerate calls it.
+
+        Args:
+            device_type: for example "cuda" or "cpu"; may be left out once there is a mesh.
+
+        Returns:
+            The `DeviceMesh`; None for a single process.
+
+        Raises:
+            ConfigurationError: the sizes do not multiply to the number of processes.
+            ValueError: no `device_type` for a new mesh, or another than that of the mesh.
+        """
         if self.device_mesh is None:
             self._complete_sizes(PartialState().num_processes)
         return super().get_device_mesh(device_type)
@@ -139,7 +167,11 @@ class StripedParallelismConfig(ParallelismConfig):
         return self._context
 
     def share_heads(self, query_heads: int, key_heads: int) -> None:
-        """Make the groups of heads x ring for a model with these heads; every rank calls it.
+        """Make the groups of heads x ring for a model with these heads; `prepare_model` calls it on every rank.
+
+        Args:
+            query_heads: number of the model's attention heads.
+            key_heads: number of its key and value heads.
 
         Raises:
             ConfigurationError: `heads_parallel_size` ranks cannot share them.

@@ -17,12 +17,23 @@ from hf_striped.errors import ConfigurationError
 def keep_attention() -> tuple[Any, Any]:
     """The `context_fn` of `torch.utils.checkpoint.checkpoint` that keeps what striped attention returns.
 
-    For a loop of your own; with a Trainer it is `StripedParallelismConfig(keep_attention=True)`:
-
-        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": hf_striped.keep_attention})
+    A layer's forward ring then runs once a step, not twice; its output and log-sum-exp stay in memory. For a
+    loop of your own; with a Trainer it is `StripedParallelismConfig(keep_attention=True)`. For all layers of a model:
+    `model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": hf_striped.keep_attention})`.
 
     Returns:
-        The contexts of the forward pass and of the recomputation.
+        The context managers of the forward pass and of the recomputation.
+
+    Source: selective checkpointing, https://docs.pytorch.org/docs/stable/checkpoint.html.
+
+    Example:
+        >>> import torch, hf_striped
+        >>> from torch.utils.checkpoint import checkpoint
+        >>> def layer(x):
+        ...     return hf_striped.striped_ring_attention(x, x, x, group=None)
+        >>> x = torch.randn(1, 2, 8, 16, requires_grad=True)
+        >>> out = checkpoint(layer, x, use_reentrant=False, context_fn=hf_striped.keep_attention)
+        >>> out.sum().backward()
     """
     return create_selective_checkpoint_contexts([torch.ops.hf_striped.ring_attention.default])
 

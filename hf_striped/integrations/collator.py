@@ -37,30 +37,28 @@ class StripedDataCollator:
         base_collator: any collator that returns a mapping of tensors in natural token order; a
             tokenizer (pads and labels as `DataCollatorForLanguageModeling(mlm=False)`); or None for
             features that already are tensors or lists of equal length.
-        cp_size: number of ranks a sequence is striped over; default from the Accelerate state.
-        cp_rank: this process's rank in the group; default from the Accelerate state.
+        cp_size: number of ranks a sequence is striped over; default from the Accelerate state, else 1.
+        cp_rank: this process's rank in the group; default from the Accelerate state. Given with `cp_size`.
         pad_token_id: the token that fills a row up to a multiple of `cp_size`; default the
             tokenizer's, else 0. It counts nowhere: a document of its own, without labels.
 
     Attributes:
         keeps_attention_mask: a call also returns `attention_mask` `[batch, local_seq]`, 0 on padding, for
             a Trainer that counts real tokens; it is taken out again before the model.
-        keeps_checksum: a call also returns a checksum of the whole batch, by which the ranks of a group see
-            that they have collated the same one; taken out likewise.
-        keeps_natural_rows: a call also returns the rows as the base collator made them, in the key
-            `striped_natural_rows`; `StripedTrainer` sets it for evaluation.
-
-    A call returns, each for this rank's tokens:
-
-    - `input_ids`, `position_ids`, `labels`, `shift_labels`: `[batch, local_seq]`; `labels` equals
-      `shift_labels`, -100 at each document's end and on padding.
-    - `striped_cu_seqlens`: int32 `[documents + 1]`, global.
-    - Other keys with one value a token are striped too; scalars, one value a row and values that
-      are not tensors pass through; anything else is refused by name.
+        keeps_checksum: a call also returns a checksum of the whole batch, which the ranks compare.
+        keeps_natural_rows: a call also returns the base collator's rows in `striped_natural_rows`;
+            `StripedTrainer` sets it for evaluation.
 
     Raises:
-        ConfigurationError: sizes that contradict one another or the active group.
-        BatchError, UnsupportedFeatureError: a batch that cannot be striped exactly.
+        ConfigurationError: one of `cp_size` and `cp_rank` without the other, not `0 <= cp_rank < cp_size`, a
+            tokenizer without a pad token, or a `base_collator` that cannot be called.
+
+    Example:
+        >>> import hf_striped
+        >>> collator = hf_striped.StripedDataCollator(cp_size=2, cp_rank=1)
+        >>> batch = collator([{"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8]}])
+        >>> batch["input_ids"].tolist(), batch["shift_labels"].tolist()
+        ([[6, 8]], [[7, -100]])
     """
 
     def __init__(
@@ -103,6 +101,23 @@ class StripedDataCollator:
         self._size_and_rank = None if cp_size is None else (cp_size, cp_rank)
 
     def __call__(self, features: Sequence[Any]) -> dict[str, Any]:
+        """Collate `features`, shift their labels within documents, and keep this rank's tokens.
+
+        Args:
+            features: what the base collator takes, the same on all ranks of the group.
+
+        Returns:
+            `input_ids`, `position_ids` within documents, `labels` and `shift_labels`, each `[batch, local_seq]`:
+            both labels are equal, -100 at each document's end and on padding. `striped_cu_seqlens`: int32
+            `[documents + 1]`, global. Other keys with one value a token are striped too; scalars, one value a
+            row and values that are not tensors pass through.
+
+        Raises:
+            BatchError: no tokens, shapes that do not fit together, or keys that name different documents.
+            UnsupportedFeatureError: a mask that is not `[batch, seq]` of 0 and 1, `position_ids` that are not
+                `[batch, seq]`, padding inside a document, or a key that is none of the above.
+            ConfigurationError: a batch that is striped already, or what `size_and_rank` raises.
+        """
         batch = self.base_collator(features)
         striped, real = stripe_batch(batch, *self.size_and_rank(), self.pad_token_id)
         if self.keeps_attention_mask:
@@ -114,7 +129,14 @@ class StripedDataCollator:
         return striped
 
     def size_and_rank(self) -> tuple[int, int]:
-        """The group's size and this process's rank in it."""
+        """Those that were given, else those of the active group.
+
+        Returns:
+            The group's size and this process's rank in it; (1, 0) without a group.
+
+        Raises:
+            ConfigurationError: those given are not the active group's, or Accelerate splits sequences itself.
+        """
         cp = active_context()
         if self._size_and_rank is None:
             return (cp.size, cp.rank) if cp is not None else (1, 0)
@@ -158,10 +180,7 @@ def stack_features(features: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
 def stripe_batch(
     batch: Mapping[str, Any], cp_size: int, cp_rank: int, pad_token_id: int = 0
 ) -> tuple[dict[str, Any], Tensor]:
-    """This rank's stripe of a natural-order batch, and where its tokens are real.
-
-    See `StripedDataCollator` for keys and errors.
-    """
+    """This rank's stripe of a natural-order batch as `StripedDataCollator` says, and where its tokens are real."""
     batch = {key: value for key, value in batch.items() if value is not None}
     shape = _batch_shape(batch)
     missing = -shape[1] % cp_size

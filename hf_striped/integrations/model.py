@@ -27,16 +27,28 @@ def prepare_model(model: nn.Module) -> nn.Module:
     """Check `model` for striped training, make its RoPE see the whole sequence, and let it save the memory
     that the process's `StripedParallelismConfig` asks for (`loss_tile_size`, `keep_attention`).
 
-    The Trainer does this by itself. In a loop of your own, call it once after the model is built.
+    The Trainer does this by itself. In a loop of your own every rank calls it once: after the Accelerator is
+    made and gradient checkpointing is enabled, before `Accelerator.prepare`.
 
     Args:
         model: a causal language model with `attn_implementation="striped_ring"`, PEFT or not.
 
     Returns:
-        The same model.
+        The same model, changed in place.
 
     Raises:
-        UnsupportedFeatureError: a layer that mixes tokens by other means than attention, named.
+        UnsupportedFeatureError: attention that does not go through Transformers' interface, a loss other than
+            the causal one, a layer that mixes tokens by other means than attention, positions that count from
+            the padding token, or `loss_tile_size` for a model without a backbone of its own.
+        ConfigurationError: the ranks cannot share the model's heads, `keep_attention` meets reentrant
+            checkpointing, or Accelerate's own context or sequence parallelism is on.
+
+    Example:
+        >>> import hf_striped
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1)
+        >>> config = LlamaConfig(**sizes, num_attention_heads=2, attn_implementation="striped_ring")
+        >>> model = hf_striped.prepare_model(LlamaForCausalLM(config))
     """
     check_layers(model)
     save_memory(model)

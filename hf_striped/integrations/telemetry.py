@@ -28,13 +28,19 @@ class StripedTelemetry(TrainerCallback):
     - `sent_gib`: GiB that a device sent to others in a step, by attention; the mean.
     - `peak_memory_gib`: the most of any device: allocated by PyTorch on CUDA, resident on a CPU.
 
+    The events below are those of `transformers.TrainerCallback`, with its arguments: the Trainer calls them.
+
     Args:
         trace_folder: where each rank writes a Chrome trace, `rank-0.json` and so on, with named ring steps, for
             chrome://tracing or https://ui.perfetto.dev; None for no trace.
         trace_steps: the first and the last optimizer step of the trace, counted from 1 in this run of `train()`.
 
     Raises:
-        ConfigurationError: `trace_steps` is no such pair.
+        ConfigurationError: not 1 <= first <= last.
+
+    Example:
+        >>> import hf_striped
+        >>> callbacks = [hf_striped.StripedTelemetry("trace", trace_steps=(10, 12))]
     """
 
     def __init__(
@@ -57,6 +63,7 @@ class StripedTelemetry(TrainerCallback):
         self._seconds, self._tokens, self._steps = 0.0, 0, 0  # since the last log
 
     def on_train_begin(self, args, state, control, model: nn.Module, **kwargs: Any) -> None:
+        """Start to count the model's tokens and to measure, as the first of the callbacks that take a log."""
         self._attached.close()  # of a run that failed
         self._device, self._taken = args.device, 0
         self._attached.enter_context(self._meter)
@@ -66,11 +73,13 @@ class StripedTelemetry(TrainerCallback):
         self._start_anew()
 
     def on_step_begin(self, args, state, control, **kwargs: Any) -> None:
+        """Start the trace, before its first step."""
         if self._folder is not None and self._taken + 1 == self._trace_steps[0]:
             self._profile = torch.profiler.profile()
             self._profile.start()
 
     def on_step_end(self, args, state, control, **kwargs: Any) -> None:
+        """Count the step and its seconds; write the trace after its last step."""
         now = perf_counter()
         self._seconds, self._begin = self._seconds + now - self._begin, now
         self._steps += 1
@@ -79,6 +88,7 @@ class StripedTelemetry(TrainerCallback):
             self._write_trace(args.process_index)
 
     def on_log(self, args, state, control, logs: dict[str, Any], **kwargs: Any) -> None:
+        """Add the figures to a log of training steps, and measure anew; every rank takes part."""
         if "loss" not in logs or not self._steps:  # another log than that of steps
             return
         found = self._figures()
@@ -88,12 +98,15 @@ class StripedTelemetry(TrainerCallback):
         self._start_anew()
 
     def on_save(self, args, state, control, **kwargs: Any) -> None:
+        """Leave the seconds of saving out."""
         self._begin = perf_counter()
 
     def on_evaluate(self, args, state, control, **kwargs: Any) -> None:
+        """Leave the seconds of evaluation out."""
         self._begin = perf_counter()
 
     def on_train_end(self, args, state, control, **kwargs: Any) -> None:
+        """Stop to measure; write the trace of a run that ended before its last step."""
         if self._profile is not None:  # the run was shorter than trace_steps
             self._write_trace(args.process_index)
         self._attached.close()

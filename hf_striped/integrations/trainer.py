@@ -31,6 +31,16 @@ class StripedTrainerMixin:
     logits `[rows, seq, vocab]` and labels as the base collator made them, in the dataset's and the
     tokens' natural order. Each rank then holds the logits of whole rows; wanting only the loss keeps
     those of its stripe.
+
+    Args:
+        *args: the Trainer class's own.
+        **kwargs: the Trainer class's own.
+
+    Example:
+        >>> import hf_striped
+        >>> from transformers import Seq2SeqTrainer
+        >>> class MyTrainer(hf_striped.StripedTrainerMixin, Seq2SeqTrainer):
+        ...     pass
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -44,14 +54,43 @@ class StripedTrainerMixin:
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
+        """The model's loss, smoothed if the arguments ask for it.
+
+        Args:
+            model: the model, wrapped as it is trained.
+            inputs: this rank's stripe of a batch.
+            *args: the Trainer class's own.
+            **kwargs: the Trainer class's own.
+
+        Returns:
+            What the Trainer class returns: the loss, with `return_outputs` the outputs too.
+        """
         with _smoothed_loss(self.model, self.args.label_smoothing_factor):
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any):
+        """The Trainer class's loader for evaluation; its batches carry their rows in natural order too.
+
+        Args:
+            *args: the Trainer class's own.
+            **kwargs: the Trainer class's own.
+
+        Returns:
+            What the Trainer class returns.
+        """
         with self._natural_rows_kept():
             return super().get_eval_dataloader(*args, **kwargs)
 
     def get_test_dataloader(self, *args: Any, **kwargs: Any):
+        """The Trainer class's loader for prediction; its batches carry their rows in natural order too.
+
+        Args:
+            *args: the Trainer class's own.
+            **kwargs: the Trainer class's own.
+
+        Returns:
+            What the Trainer class returns.
+        """
         with self._natural_rows_kept():
             return super().get_test_dataloader(*args, **kwargs)
 
@@ -74,6 +113,22 @@ class StripedTrainerMixin:
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
+        """One batch of evaluation or prediction.
+
+        Args:
+            model: the model, wrapped as it is trained.
+            inputs: this rank's stripe of a batch; unless only the loss is wanted, it is replaced in place by
+                the rows in natural order.
+            prediction_loss_only: whether the loss is all that is wanted.
+            ignore_keys: keys of the model's output that are left out.
+
+        Returns:
+            The loss, a scalar; the logits `[batch, seq, vocab]` and labels `[batch, seq]` of whole rows in
+            natural order, or None for both if only the loss is wanted.
+
+        Raises:
+            ConfigurationError: Accelerate's own context or sequence parallelism is on.
+        """
         natural = inputs.pop(NATURAL_KEY, None)
         if prediction_loss_only or natural is None:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
@@ -109,7 +164,24 @@ class StripedTrainerMixin:
 
 
 class StripedTrainer(StripedTrainerMixin, Trainer):
-    """A Trainer whose predictions, metrics and label smoothing hold over stripes."""
+    """A Trainer whose predictions, metrics and label smoothing hold over stripes: `StripedTrainerMixin`.
+
+    Its arguments are those of `transformers.Trainer`.
+
+    Example:
+        >>> import hf_striped
+        >>> from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+        >>> sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1)
+        >>> config = LlamaConfig(**sizes, num_attention_heads=2, attn_implementation="striped_ring")
+        >>> rows = [{"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}]
+        >>> trainer = hf_striped.StripedTrainer(
+        ...     LlamaForCausalLM(config),
+        ...     TrainingArguments(use_cpu=True, report_to=[], disable_tqdm=True),
+        ...     hf_striped.StripedDataCollator(),
+        ... )
+        >>> trainer.predict(rows).predictions.shape
+        (1, 4, 32)
+    """
 
 
 def _cut(outputs: Any, seq_len: int, cp_size: int) -> Any:
