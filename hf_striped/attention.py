@@ -57,9 +57,9 @@ def striped_ring_attention(
         return_lse: also return the log-sum-exp of each query's scores, its sink included.
         chunk_size: attention does not cross the ends of chunks of so many tokens, at least 1, counted from
             each document's start (Llama 4); default no chunks.
-        kernel: a name in `hf_striped.kernels.KERNELS`, or "auto": the first fast one that can run.
-        exchange: how keys and values reach the other ranks: "ring", or "gather" (all at once, in the memory
-            of all blocks; docs/benchmarks.md compares them).
+        kernel: a name in `hf_striped.kernels.KERNELS`, or `"auto"`, the first fast one that can run.
+        exchange: how keys and values reach the other ranks: `"ring"`, or `"gather"` (all at once, in the
+            memory of all blocks; the benchmarks compare them).
         heads_group: the U ranks that share the heads of a stripe (heads x ring): then `group` is the ring of
             R ranks alone, tokens are striped over P = U * R ranks, and rank u * R + i of them is rank u of
             its `heads_group` and rank i of its `group`. Query heads are a multiple of U, and one of
@@ -77,7 +77,7 @@ def striped_ring_attention(
         ConfigurationError: this process is not a member of `group` or `heads_group`, the ranks of
             `heads_group` cannot share these heads, or there is no such `exchange`.
         KernelUnavailableError: there is no such `kernel`, or it cannot run for this type, device or softcap;
-            with "auto", none can.
+            with `"auto"`, none can.
 
     Source: Striped Attention, arXiv 2311.09431, over the ring of Ring Attention, arXiv 2310.01889. Partial
     results are merged as in Online softmax, arXiv 1805.02867; the backward pass computes the scores anew

@@ -8,6 +8,7 @@ import textwrap
 from types import FunctionType
 
 import pytest
+from sphinx.ext.napoleon import Config, GoogleDocstring
 
 import hf_striped
 
@@ -143,6 +144,15 @@ def test_what_is_returned_is_told_exactly_if_something_is(name):
     documented, function, _ = FUNCTIONS[name]
     told = bool(sections(documented).get("Returns"))
     assert told == (not inspect.isclass(documented) and returns_something(function))
+
+
+@each_function
+def test_the_site_takes_no_sentence_with_a_colon_for_a_type(name):
+    documented = FUNCTIONS[name][0]
+    what = "property" if isinstance(documented, property) else "function"
+    text = inspect.cleandoc(documented.__doc__)
+    rendered = str(GoogleDocstring(text, Config(), what=what, name=name))
+    assert ":rtype:" not in rendered and not re.search("^:type:", rendered, re.MULTILINE), rendered
 
 
 @each_function

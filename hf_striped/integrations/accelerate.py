@@ -35,10 +35,10 @@ class StripedParallelismConfig(ParallelismConfig):
     Args:
         context_parallel_size: processes a sequence is spread over; default the environment variable
             `HF_STRIPED_CONTEXT_PARALLEL_SIZE`, else 1.
-        kernel: the block kernel, a name in `hf_striped.kernels.KERNELS`, or "auto": the first fast one that
+        kernel: the block kernel, a name in `hf_striped.kernels.KERNELS`, or `"auto"`, the first fast one that
             can run.
-        exchange: how keys and values reach the other ranks, "ring" or "gather":
-            `hf_striped.striped_ring_attention`.
+        exchange: how keys and values reach the other ranks, `"ring"` or `"gather"`; see
+            `striped_ring_attention`.
         heads_parallel_size: ranks of a group that share attention heads by an all-to-all, inside the ring of
             the others; divides `context_parallel_size`. Default: the number of machines that a group spans,
             as far as it divides the key heads (1 on one machine): `prepare_model` settles it.
@@ -115,22 +115,22 @@ class StripedParallelismConfig(ParallelismConfig):
 
     @property
     def non_dp_dim_names(self) -> list[str]:
-        """Names of the mesh dimensions whose ranks take the same rows: Accelerate's, and `cp`."""
+        """The mesh dimensions whose ranks take the same rows, by name; with `cp`."""
         return [*super().non_dp_dim_names, *self._cp_dim_names]
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
-        """Names of the mesh dimensions that FSDP2 shards weights over: Accelerate's, and `cp`."""
+        """The mesh dimensions that FSDP2 shards weights over, by name; with `cp`."""
         return [*super().dp_shard_cp_dim_names, *self._cp_dim_names]
 
     @property
     def dp_cp_dim_names(self) -> list[str]:
-        """Names of the mesh dimensions that a loss is averaged over: Accelerate's, and `cp`."""
+        """The mesh dimensions that a loss is averaged over, by name; with `cp`."""
         return [*super().dp_cp_dim_names, *self._cp_dim_names]
 
     @property
     def total_size(self) -> int:
-        """Number of processes in all: the product of all sizes."""
+        """Number of processes in all, the product of all sizes."""
         return super().total_size * self.context_parallel_size
 
     @property
@@ -146,7 +146,7 @@ class StripedParallelismConfig(ParallelismConfig):
         """The mesh of this process, made at the first call; Accelerate calls it.
 
         Args:
-            device_type: for example "cuda" or "cpu"; may be left out once there is a mesh.
+            device_type: for example `"cuda"` or `"cpu"`; may be left out once there is a mesh.
 
         Returns:
             The `DeviceMesh`; None for a single process.

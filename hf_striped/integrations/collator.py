@@ -107,8 +107,8 @@ class StripedDataCollator:
             features: what the base collator takes, the same on all ranks of the group.
 
         Returns:
-            `input_ids`, `position_ids` within documents, `labels` and `shift_labels`, each `[batch, local_seq]`:
-            both labels are equal, -100 at each document's end and on padding. `striped_cu_seqlens`: int32
+            `input_ids`, `position_ids` within documents, `labels` and `shift_labels`, each `[batch, local_seq]`;
+            both labels are equal, -100 at each document's end and on padding. `striped_cu_seqlens`, int32
             `[documents + 1]`, global. Other keys with one value a token are striped too; scalars, one value a
             row and values that are not tensors pass through.
 

@@ -63,7 +63,7 @@ class StripedTrainerMixin:
             **kwargs: the Trainer class's own.
 
         Returns:
-            What the Trainer class returns: the loss, with `return_outputs` the outputs too.
+            The loss, a scalar; with `return_outputs` the outputs too.
         """
         with _smoothed_loss(self.model, self.args.label_smoothing_factor):
             return super().compute_loss(model, inputs, *args, **kwargs)
