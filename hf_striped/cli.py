@@ -16,6 +16,8 @@ from hf_striped.doctor.command import add_arguments as add_doctor_arguments
 from hf_striped.doctor.command import run as run_doctor
 from hf_striped.errors import StripedError
 from hf_striped.integrations.accelerate import CONTEXT_PARALLEL_SIZE_ENV, StripedParallelismConfig
+from hf_striped.plan.command import add_arguments as add_plan_arguments
+from hf_striped.plan.command import run as run_plan
 
 
 def launch(options: argparse.Namespace) -> int:
@@ -79,6 +81,15 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add_doctor_arguments(doctor)
     doctor.set_defaults(main=run_doctor)
+    plan = commands.add_parser(
+        "plan",
+        help="what a model's training needs of memory and time, from its config",
+        description="Counts the bytes of a training step on tensors without data, for every split of the devices and "
+        "every way to save memory, and recommends one. Exit code 0: something fits; 1: nothing does; 2: it could "
+        "not be planned.",
+    )
+    add_plan_arguments(plan)
+    plan.set_defaults(main=run_plan)
     page = commands.add_parser("bench-page", help="make a page of the results of bench")
     add_page_arguments(page)
     page.set_defaults(main=write_page)

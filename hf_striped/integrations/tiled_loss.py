@@ -89,7 +89,7 @@ class TiledLoss:
         tiles = zip(*(self._tiles(tensor) for tensor in (hidden, shift_labels)), strict=True)
         for hidden_tile, label_tile in tiles:
             total = total + checkpoint(
-                self._tile_loss, model, loss_function, hidden_tile, label_tile, use_reentrant=False
+                self.loss_of, model, loss_function, hidden_tile, label_tile, use_reentrant=False
             )
         count = num_items_in_batch
         count = (shift_labels != -100).sum() if count is None else count
@@ -116,7 +116,7 @@ class TiledLoss:
         """`[batch, seq, ...]` as tiles `[1, tile, ...]` of the flattened row."""
         return tensor.flatten(0, 1).unsqueeze(0).split(self.tile_size, 1)
 
-    def _tile_loss(
+    def loss_of(
         self, model: nn.Module, loss_function: Callable, hidden: Tensor, labels: Tensor
     ) -> Tensor:
         """The summed loss of one tile, by the model's own head and loss."""
