@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+import sys
 from pathlib import Path
 
 from hf_striped.errors import ConfigurationError
@@ -75,6 +76,7 @@ def run(options: argparse.Namespace) -> int:
     _check(options)
     config = config_of(options.model)
     bf16 = options.dtype == "bf16"
+    print("Running a step on tensors without data ...", file=sys.stderr)
     simulation = simulate(config, bf16=bf16, ring=options.gpus > 1)
     flops = None if options.tflops is None else options.tflops * 1e12
     if options.bench is not None:

@@ -81,12 +81,15 @@ def memory_of(
     way = RECOMPUTE if setup.checkpointing == OFFLOAD else setup.checkpointing
     layers = simulation.layers_pass[way]
     held, peak = layers.held.at(tokens), layers.peak.at(tokens)
+    if sharded:  # what does not grow with the tokens is whole weights in bf16: these are `gathered`
+        held, peak = held - layers.held.fixed, peak - layers.peak.fixed
     if setup.checkpointing == OFFLOAD:  # one layer's input is there, and the next arrives
         away = max(simulation.layers - 2, 0) * simulation.input_bytes * tokens
         held, peak = held - away, peak - away
     attention = simulation.ring * tokens
     of_loss = tokens if setup.loss_tile_size is None else min(tokens, setup.loss_tile_size)
     with_loss = held + simulation.head.peak.at(of_loss)
+    with_loss -= simulation.head.peak.fixed if sharded else 0.0
     return Memory(
         parameters=shard,
         gradients=shard + buckets,

@@ -4,26 +4,23 @@ The model's own forward and backward pass runs on PyTorch's fake tensors, so tha
 counted as it does it: nothing is allocated, and nothing is estimated from names in a config.
 """
 
-import weakref
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
-from torch.utils.flop_counter import flop_registry
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from hf_striped.errors import UnsupportedFeatureError
-from hf_striped.integrations.checkpointing import keep_attention
 from hf_striped.integrations.model import check_layers
 from hf_striped.integrations.tiled_loss import TiledLoss
 from hf_striped.integrations.transformers import ATTENTION_NAME, CU_SEQLENS_KEY
+from hf_striped.plan.counter import AttentionShape, Counter
 
 NOTHING, RECOMPUTE, KEEP_ATTENTION = "none", "layers", "layers, attention kept"
 _LENGTHS = (2048, 4096)
@@ -39,25 +36,14 @@ class Line:
     def at(self, tokens: float) -> float:
         return self.fixed + self.a_token * tokens
 
+    def plus(self, a_token: float) -> "Line":
+        return Line(self.fixed, self.a_token + a_token)
+
     @classmethod
     def through(cls, first: float, second: float) -> "Line":
         """The line through what was counted at the two lengths."""
         slope = (second - first) / (_LENGTHS[1] - _LENGTHS[0])
         return cls(first - slope * _LENGTHS[0], slope)
-
-
-@dataclass(frozen=True)
-class AttentionShape:
-    """One layer's attention: query heads times head dimensions of scores and values, and its window."""
-
-    score_and_value_dims: int
-    window: int | None
-
-    def flops(self, seq_len: int) -> float:
-        """Of the forward pass over a row of one document; the backward pass has 2.5 times as many."""
-        window = min(self.window or seq_len, seq_len)
-        pairs = window * (window + 1) / 2 + (seq_len - window) * window
-        return 2 * self.score_and_value_dims * pairs
 
 
 @dataclass(frozen=True)
@@ -90,7 +76,6 @@ def simulate(
     *,
     bf16: bool,
     ring: bool = True,
-    progress: Callable[[], None] = lambda: None,
 ) -> Simulation:
     """Run a training step of the model that `config` describes on tensors without data.
 
@@ -98,7 +83,6 @@ def simulate(
         config: of a causal language model.
         bf16: whether the weights are fp32 and autocast computes in bf16; else all is fp32.
         ring: whether there are other ranks, whose keys, values and gradients arrive.
-        progress: called after each of eight passes.
 
     Raises:
         UnsupportedFeatureError: a model that striped training refuses, or that needs data to run.
@@ -111,7 +95,7 @@ def simulate(
             check_layers(model)
             for parameter in model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
-            return _simulate(model, bf16, ring, progress)
+            return _simulate(model, bf16, ring)
     except UnsupportedFeatureError:
         raise
     except Exception as error:
@@ -121,27 +105,29 @@ def simulate(
         ) from error
 
 
-def _simulate(model: nn.Module, bf16: bool, ring: bool, progress: Callable[[], None]) -> Simulation:
-    layers = next(m for m in model.base_model.modules() if isinstance(m, nn.ModuleList))
-    sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
-    counts: dict[str, list[_Counter]] = {}
-    for way in (NOTHING, RECOMPUTE, KEEP_ATTENTION):
-        if way != NOTHING:
-            policy = {"context_fn": keep_attention} if way == KEEP_ATTENTION else {}
-            model.activation_checkpointing_enable({"use_reentrant": False, **policy})
-        counts[way] = [_count(model, lambda n: _run_layers(model, n), n, bf16) for n in _LENGTHS]
-        progress()
-    head = [_count(model, lambda n: _run_head(model, n), n, bf16) for n in _LENGTHS]
-    progress()
-    parameters = sum(p.numel() for p in model.parameters())
+def _simulate(model: nn.Module, bf16: bool, ring: bool) -> Simulation:
+    lists = (module for module in model.base_model.modules() if isinstance(module, nn.ModuleList))
+    layers = max(lists, key=_size)
+    sizes = [_size(layer) for layer in layers]
+    counts = {NOTHING: _count_twice(model, _run_layers, bf16)}
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    counts[RECOMPUTE] = _count_twice(model, _run_layers, bf16)
+    head = _count_twice(model, _run_head, bf16)
+    parameters = _size(model)
     block = counts[NOTHING][0]
+    passes = {way: _pass(*found) for way, found in counts.items()}
+    kept = block.attention_results / _LENGTHS[0]
+    plain = passes[RECOMPUTE]
+    passes[KEEP_ATTENTION] = Pass(
+        plain.held.plus(kept), plain.peak.plus(kept * (1 - 1 / len(layers))), plain.flops
+    )
     return Simulation(
         parameters=parameters,
         layer_parameters=max(sizes),
         root_parameters=parameters - sum(sizes),
         layers=len(layers),
         input_bytes=model.config.get_text_config().hidden_size * 4,  # the residual stream is fp32
-        layers_pass={way: _pass(*found) for way, found in counts.items()},
+        layers_pass=passes,
         head=_pass(*head),
         ring=block.ring_bytes(ring) / _LENGTHS[0],
         key_value=block.key_value / _LENGTHS[0],
@@ -149,7 +135,11 @@ def _simulate(model: nn.Module, bf16: bool, ring: bool, progress: Callable[[], N
     )
 
 
-def _pass(first: "_Counter", second: "_Counter") -> Pass:
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _pass(first: Counter, second: Counter) -> Pass:
     names = ("held", "peak", "flops")
     return Pass(**{n: Line.through(getattr(first, n), getattr(second, n)) for n in names})
 
@@ -169,70 +159,21 @@ def _run_head(model: nn.Module, tokens: int) -> Tensor:
     return TiledLoss(model, tokens).loss_of(model, model.loss_function, hidden, labels)
 
 
-def _count(model: nn.Module, run: Callable[[int], Tensor], tokens: int, bf16: bool) -> "_Counter":
-    counter = _Counter([*model.parameters(), *model.buffers()])
+def _count_twice(
+    model: nn.Module, run: Callable[[nn.Module, int], Tensor], bf16: bool
+) -> tuple[Counter, Counter]:
+    first, second = (_count(model, partial(run, model), n, bf16) for n in _LENGTHS)
+    return first, second
+
+
+def _count(model: nn.Module, run: Callable[[int], Tensor], tokens: int, bf16: bool) -> Counter:
+    counter = Counter([*model.parameters(), *model.buffers()])
     with counter:
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             result = run(tokens)
         counter.held = counter.now
         result.backward(torch.ones_like(result))
     return counter
-
-
-class _Counter(TorchDispatchMode):
-    """Counts the bytes of the storages that live, from the operations that make them."""
-
-    def __init__(self, known: list[Tensor]):
-        super().__init__()
-        self.now = self.peak = self.held = self.flops = 0
-        self.attention: list[AttentionShape] = []
-        self.key_value = 0
-        self._working = self._remote = 0
-        gradients = [tensor.grad for tensor in known if tensor.grad is not None]
-        self._known = {tensor.untyped_storage()._cdata for tensor in [*known, *gradients]}
-        self._live: dict[int, int] = {}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.hf_striped.ring_attention.default:
-            self._see_attention(args)
-        result = function(*args, **(kwargs or {}))
-        count = flop_registry.get(getattr(function, "_overloadpacket", None))
-        if count is not None:
-            self.flops += count(*args, **(kwargs or {}), out_val=result)
-        for tensor in tree_iter(result):
-            if isinstance(tensor, Tensor):
-                self._see(tensor.untyped_storage())
-        return result
-
-    def _see(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key in self._known or key in self._live:
-            return
-        self._live[key] = storage.nbytes()
-        self.now += storage.nbytes()
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._forget, key)
-
-    def _forget(self, key: int) -> None:
-        self.now -= self._live.pop(key, 0)
-
-    def _see_attention(self, args: tuple) -> None:
-        """What the ring works in, which its operator does not show; see ring_op.py and exchange.py."""
-        query, key, value = args[:3]
-        numbers = key.numel() + value.numel()
-        window = args[9]
-        width = query.shape[1] * (query.shape[2] + value.shape[2])
-        self.attention.append(AttentionShape(width, window))
-        self.key_value = max(self.key_value, numbers * key.element_size())
-        # backward: dq, dk and dv of this block and of the sum, in fp32
-        wide = 4 * (query.numel() + 2 * numbers)
-        wide += 4 * query.numel() if query.dtype != torch.float32 else 0
-        self._working = max(self._working, wide)
-        # two blocks of keys and values that arrived, and the sums that travel with them in fp32
-        self._remote = max(self._remote, 2 * numbers * key.element_size() + 2 * numbers * 4)
-
-    def ring_bytes(self, ring: bool) -> int:
-        return self._working + (self._remote if ring else 0)
 
 
 @contextmanager
