@@ -40,7 +40,7 @@ def test_the_reference_has_all_that_is_public_every_command_and_every_error(site
     api = (site[1] / "reference" / "api.html").read_text()
     assert [n for n in hf_striped.__all__ if f'id="hf_striped.{n}"' not in api] == []
     line = (site[1] / "reference" / "command-line.html").read_text()
-    for command in ("run", "bench", "bench-page", "doctor"):
+    for command in ("run", "bench", "bench-page", "doctor", "plan"):
         assert f"usage: hf-striped {command}" in line
     errors = (site[1] / "generated" / "errors.html").read_text()
     source = "".join(path.read_text() for path in (ROOT / "hf_striped").rglob("*.py"))

@@ -33,6 +33,7 @@ def of_type(attn_implementation, name):
         "gemma2": {"final_logit_softcapping": 2.0, "query_pre_attn_scalar": 8},
         "granite": {"logits_scaling": 3.0},
         "cohere": {"logit_scale": 0.25},
+        "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     }
     config = AutoConfig.for_model(name, **SIZE, **changes[name])
     # sdpa has no softcap
@@ -57,7 +58,7 @@ def test_a_loss_in_tiles_is_the_loss(ranks, tile_size, average):
             assert run["eval_loss"] == pytest.approx(reference["eval_loss"], abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "granite", "cohere"])
+@pytest.mark.parametrize("name", ["gemma2", "granite", "cohere", "qwen3_moe"])
 def test_tiles_keep_what_a_model_does_to_its_logits(ranks, name):
     rows = token_rows(6, 9)
     options = {"model": partial(of_type, name=name)}

@@ -50,7 +50,8 @@ def test_two_ranks_take_the_first_step_of_one_process_and_learn(ranks, small_mod
 
 def test_the_packaged_model_is_loaded_as_it_was_trained(ranks, tmp_path):
     figures = tmp_path / "figures.json"
-    launch(ranks, 1, TRAIN, "--smoke", "--alone", "--figures", figures, folder=tmp_path)
+    command = [TRAIN, "--smoke", "--alone", "--figures", figures]
+    launch(ranks, 1, *command, folder=tmp_path, time_limit=180)
     assert (
         json.loads(figures.read_text())["loss"] < 3.5
     )  # one without weights: log of the vocabulary, 10.8

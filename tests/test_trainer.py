@@ -161,11 +161,12 @@ def sampled_rows(rank, world, workers):
         trainer.train = lambda **_: None
 
     arguments = {"remove_unused_columns": False, "dataloader_num_workers": workers}
+    arguments["dataloader_persistent_workers"] = workers > 0
     train(rank, world, rows, 2, prepare=look, **arguments)
     return seen
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, 1])
 def test_peers_of_a_group_draw_the_same_rows_and_groups_share_them_out(ranks, workers):  # C08
     seen = ranks.run(4, sampled_rows, workers)
     assert seen[0] == seen[1] and seen[2] == seen[3]

@@ -51,6 +51,6 @@ def keep_attention_in_checkpoints(model: nn.Module) -> None:
         if function.keywords.get("use_reentrant", True):
             raise ConfigurationError(
                 "keep_attention needs gradient checkpointing that is not reentrant; received use_reentrant=True. "
-                'Pass gradient_checkpointing_kwargs={"use_reentrant": False}.'
+                'Pass activation_checkpointing_kwargs={"use_reentrant": False}.'
             )
         module._gradient_checkpointing_func = partial(function, context_fn=keep_attention)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from hf_striped.errors import UnsupportedFeatureError
 from hf_striped.integrations.predictions import whole_rows_wanted, withhold_logits
@@ -149,7 +149,7 @@ def _backbone_that_returns(model: nn.Module, hidden: Tensor):
     """Within: the backbone returns the hidden states `hidden`, whatever it is given."""
     backbone = model.base_model
     forward = vars(backbone).get("forward")  # another tool's, if it has put one there
-    backbone.forward = lambda *args, **kwargs: BaseModelOutputWithPast(last_hidden_state=hidden)
+    backbone.forward = lambda *args, **kwargs: MoeModelOutputWithPast(last_hidden_state=hidden)
     try:
         yield
     finally:
