@@ -37,4 +37,4 @@ def fsdp_on_cpu():
 
 def train_fsdp2(rank, world, rows, cp_size, **options):
     with fsdp_on_cpu():
-        return train(rank, world, rows, cp_size, **FSDP2, **options)
+        return train(rank, world, rows, cp_size, **{**FSDP2, **options})

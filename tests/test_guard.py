@@ -3,10 +3,10 @@
 from functools import partial
 
 import pytest
-from transformers import Trainer, TrainingArguments, default_data_collator
+from transformers import MixtralConfig, Trainer, TrainingArguments, default_data_collator
 
-from hf_striped import StripedDataCollator, StripedParallelismConfig
-from tests.models import tiny_llama, token_rows
+from hf_striped import ConfigurationError, StripedDataCollator, StripedParallelismConfig
+from tests.models import tiny_llama, tiny_model, token_rows
 from tests.ranks import RankError
 from tests.training import assert_same_run, train
 
@@ -24,6 +24,18 @@ class ForgetsTheConfig(Trainer):
     def __init__(self, args, **kwargs):
         args.parallelism_config = None
         super().__init__(args=args, **kwargs)
+
+
+class Generates(Trainer):
+    def __init__(self, args, **kwargs):
+        args.predict_with_generate = True
+        super().__init__(args=args, **kwargs)
+
+
+def test_generation_in_evaluation_is_refused_on_every_rank(ranks):
+    with pytest.raises(RankError, match=r"predict_with_generate=True\. Leave it off") as caught:
+        ranks.run(2, partial(train, trainer_class=Generates), token_rows(4, 8), 2)
+    assert caught.value.kinds == dict.fromkeys(range(2), "UnsupportedFeatureError")
 
 
 @pytest.mark.parametrize(
@@ -47,6 +59,32 @@ def test_a_missing_piece_is_named_on_every_rank(ranks, options, message):
     with pytest.raises(RankError, match=message) as caught:
         ranks.run(2, partial(train, **options), token_rows(4, 8), 2)
     assert caught.value.kinds == dict.fromkeys(range(2), "ConfigurationError")
+
+
+def balances_experts(attn_implementation):
+    config = MixtralConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        output_router_logits=True,
+    )
+    return tiny_model(config, attn_implementation)
+
+
+def test_a_loss_that_balances_experts_is_refused_on_every_rank(ranks):
+    with pytest.raises(RankError, match="output_router_logits") as caught:
+        ranks.run(2, partial(train, model=balances_experts), token_rows(4, 8), 2)
+    assert caught.value.kinds == dict.fromkeys(range(2), "UnsupportedFeatureError")
+
+
+@pytest.mark.parametrize("field", ["cp_size", "sp_size", "tp_size"])
+def test_accelerates_own_splits_of_a_sequence_are_refused(field):
+    with pytest.raises(ConfigurationError, match=f"received {field}=2"):
+        StripedParallelismConfig(2, **{field: 2})
 
 
 def two_trainers(rank, world, sizes, folder):

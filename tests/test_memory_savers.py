@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, Trainer
 
 from hf_striped import StripedTrainer
-from tests.fsdp import train_fsdp2
+from tests.fsdp import FSDP2, train_fsdp2
 from tests.models import VOCABULARY, tiny_llama, tiny_model, token_rows
 from tests.ranks import RankError
 from tests.test_evaluation import evaluate, uneven_rows
@@ -166,3 +166,15 @@ def test_label_smoothing_holds_in_tiles_which_are_recomputed_after_the_loss(rank
     reference = one_process(rows, **options)
     for run in ranks.run(2, partial(train, config={"loss_tile_size": 4}, **options), rows, 2):
         assert_same_run(run, reference)
+
+
+def test_checkpointing_by_fsdp_itself_is_refused_where_attention_is_to_be_kept(ranks):
+    options = {
+        "config": {"keep_attention": True},
+        "fsdp_config": {**FSDP2["fsdp_config"], "activation_checkpointing": True},
+    }
+    with pytest.raises(
+        RankError, match=r"TrainingArguments\(activation_checkpointing=True\)"
+    ) as caught:
+        ranks.run(2, partial(train_fsdp2, **options), token_rows(4, 8), 2)
+    assert caught.value.kinds == dict.fromkeys(range(2), "ConfigurationError")

@@ -9,6 +9,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import torch.distributed as dist
+from accelerate.state import AcceleratorState
 from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import has_length
@@ -40,6 +41,7 @@ def check_arguments(args: TrainingArguments, model: nn.Module) -> None:
     if active_context() is not None and is_striped(model):
         _check_trl(args)
         _check_switches(args)
+        _check_fsdp()
 
 
 def check_collator(args: TrainingArguments, model: nn.Module, collate_fn: Any) -> Any:
@@ -186,3 +188,15 @@ def _check_switches(args: TrainingArguments) -> None:
             raise UnsupportedFeatureError(
                 f"{reason}; received {name}={getattr(args, name)}. Leave it off."
             )
+
+
+def _check_fsdp() -> None:
+    """FSDP's own checkpointing wraps layers by itself, and would recompute what was to be kept."""
+    plugin = AcceleratorState._shared_state.get("fsdp_plugin")
+    recomputes = getattr(plugin, "activation_checkpointing", False)
+    if recomputes and getattr(active_config(), "keep_attention", False):
+        raise ConfigurationError(
+            "FSDP's own activation checkpointing takes no policy, so it would run the ring again; received "
+            "keep_attention=True and an FSDP config with activation_checkpointing. Take it out of the FSDP "
+            "config and pass TrainingArguments(activation_checkpointing=True)."
+        )
