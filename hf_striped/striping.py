@@ -40,9 +40,8 @@ def stripe(tensor: Tensor, dim: int, cp_size: int, cp_rank: int) -> Tensor:
         A view of shape `tensor.shape` with `dim` divided by `cp_size`.
 
     Raises:
-        BatchError: the length is not a multiple of `cp_size`.
+        BatchError: `tensor` has no dimension `dim`, or its length is not a multiple of `cp_size`.
         ConfigurationError: not `0 <= cp_rank < cp_size`.
-        IndexError: `tensor` has no dimension `dim`.
 
     Source: Striped Attention, arXiv 2311.09431, section 3.
 
@@ -52,6 +51,7 @@ def stripe(tensor: Tensor, dim: int, cp_size: int, cp_rank: int) -> Tensor:
         [[0, 2, 4, 6], [1, 3, 5, 7]]
     """
     check_cp_size_and_rank(cp_size, cp_rank)
+    _check_dim(tensor, dim)
     length = tensor.shape[dim]
     if length % cp_size:
         raise BatchError(
@@ -76,7 +76,7 @@ def unstripe(shards: Sequence[Tensor], dim: int) -> Tensor:
         A new tensor of the shards' shape, with `dim` P times as long.
 
     Raises:
-        BatchError: no shard, or shards of different shapes.
+        BatchError: no shard, shards of different shapes, or shards without a dimension `dim`.
 
     Source: Striped Attention, arXiv 2311.09431, section 3.
 
@@ -92,5 +92,14 @@ def unstripe(shards: Sequence[Tensor], dim: int) -> Tensor:
             f"unstripe needs one shard a rank, all of equal shape; received {shapes}. "
             "Gather the shards of every rank of the context-parallel group, in rank order."
         )
+    _check_dim(shards[0], dim)
     dim = dim % shards[0].ndim
     return torch_stack(tuple(shards), dim=dim + 1).flatten(dim, dim + 1)
+
+
+def _check_dim(tensor: Tensor, dim: int) -> None:
+    if not -tensor.ndim <= dim < tensor.ndim:
+        raise BatchError(
+            f"The sequence dimension must be one of the tensor's; received dim={dim} and shape "
+            f"{tuple(tensor.shape)}. Pass the dimension that counts tokens."
+        )

@@ -1,5 +1,7 @@
 """Which rank holds which token."""
 
+import re
+
 import pytest
 import torch
 from hypothesis import given
@@ -39,3 +41,13 @@ def test_shards_of_different_shapes_are_refused():
         unstripe([torch.zeros(1, 2), torch.zeros(1, 3)], 1)
     with pytest.raises(BatchError, match="one shard a rank"):
         unstripe([], 1)
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((2, 4), 2), ((2, 4), -3), ((), 0)])
+def test_a_dimension_that_a_tensor_has_not_is_named(shape, dim):
+    tensor = torch.zeros(shape)
+    message = rf"received dim={dim} and shape {re.escape(str(shape))}"
+    with pytest.raises(BatchError, match=message):
+        stripe(tensor, dim, 2, 0)
+    with pytest.raises(BatchError, match=message):
+        unstripe([tensor, tensor], dim)
