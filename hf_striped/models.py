@@ -6,12 +6,18 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
+from hf_striped.errors import ConfigurationError
+
 TINY = "tiny"
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
 def config_of(name: str) -> PreTrainedConfig:
-    """The configuration called `name`: "tiny", or of a folder, a .gguf file or a hub name."""
+    """The configuration called `name`: "tiny", or of a folder, a .gguf file or a hub name.
+
+    Raises:
+        ConfigurationError: there is no such model.
+    """
     if name == TINY:
         return LlamaConfig(
             vocab_size=4096,
@@ -22,7 +28,13 @@ def config_of(name: str) -> PreTrainedConfig:
             num_key_value_heads=2,
             max_position_embeddings=2**20,
         )
-    return AutoConfig.from_pretrained(*_place(name), **_gguf(name))
+    try:
+        return AutoConfig.from_pretrained(*_place(name), **_gguf(name))
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigurationError(
+            f"MODEL must be a folder with a config.json, a .gguf file, a hub name that can be reached, or "
+            f'"{TINY}"; received {name!r}: {error}'
+        ) from error
 
 
 def has_weights(name: str) -> bool:

@@ -221,7 +221,10 @@ def test_the_speed_is_that_of_a_measured_step(tmp_path, capsys, tiny):
         ("--gpus", "0", "count devices, from 1"),
         ("--reserve", "1", "a share of the memory"),
         ("--tflops", "-1", "must be positive"),
-        ("--bench", "nowhere.json", "must be a file"),
+        ("--bench", "nowhere.json", "must be a file of hf-striped bench"),
+        ("--bench", __file__, "must be a file of hf-striped bench"),
+        ("--json", "/no/such/folder/plan.json", "no folder /no/such/folder for --json"),
+        ("--plot", "/no/such/folder/plan.png", "no folder /no/such/folder for --plot"),
     ],
 )
 def test_a_wrong_option_is_told(capsys, option, value, message):
@@ -232,3 +235,9 @@ def test_a_wrong_option_is_told(capsys, option, value, message):
         code = exit.code
     assert code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_there_is_told(capsys):
+    size = ["--seq-len", "4096", "--gpus", "2", "--gpu-memory", "1GB"]
+    assert main(["plan", "/no/such/folder", *size]) == 2
+    assert "MODEL must be a folder" in capsys.readouterr().err

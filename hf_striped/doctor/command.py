@@ -67,19 +67,8 @@ def run(options: argparse.Namespace) -> int:
     if options.json is not None and not options.json.parent.is_dir():
         raise ConfigurationError(f"There is no folder {options.json.parent} for --json.")
     if options.model is not None:
-        _check_model(options.model)
+        config_of(options.model)  # one that is not there is an error before any process is started
     return run_on_ranks(examine, ranks, options.threads, options.time_limit, options)
-
-
-def _check_model(name: str) -> None:
-    """Before any process is started: there is such a model."""
-    try:
-        config_of(name)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigurationError(
-            f"MODEL must be a folder with a config.json, a .gguf file, a hub name that can be reached, or "
-            f'"tiny"; received {name!r}: {error}'
-        ) from error
 
 
 def examine(rank: int, size: int, options: argparse.Namespace) -> int:

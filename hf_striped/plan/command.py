@@ -5,7 +5,9 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
+from hf_striped.bench.plots import figure_class
 from hf_striped.errors import ConfigurationError
 from hf_striped.models import config_of
 from hf_striped.plan.choose import Cluster, choices, recommended, throughput_of
@@ -74,14 +76,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the plan; 0 if something fits, 1 if nothing does."""
     _check(options)
+    bench = None if options.bench is None else _read(options.bench)
     config = config_of(options.model)
     bf16 = options.dtype == "bf16"
     print("Running a step on tensors without data ...", file=sys.stderr)
     simulation = simulate(config, bf16=bf16, ring=options.gpus > 1)
     flops = None if options.tflops is None else options.tflops * 1e12
-    if options.bench is not None:
+    if bench is not None:
         name = Path(options.model).name
-        flops = throughput_of(simulation, json.loads(options.bench.read_text()), name)
+        flops = throughput_of(simulation, bench, name)
     room = options.gpu_memory * (1 - options.reserve)
     cluster = Cluster(options.gpus, options.gpus_per_machine, room, flops)
     text = config.get_text_config()
@@ -110,7 +113,17 @@ def _check(options: argparse.Namespace) -> None:
         )
     if options.tflops is not None and not options.tflops > 0:
         raise ConfigurationError(f"--tflops must be positive; received {options.tflops}.")
-    if options.bench is not None and not options.bench.is_file():
+    for option, path in (("--json", options.json), ("--plot", options.plot)):
+        if path is not None and not path.parent.is_dir():
+            raise ConfigurationError(f"There is no folder {path.parent} for {option}.")
+    if options.plot is not None:
+        figure_class()  # an error where there is no matplotlib
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
         raise ConfigurationError(
-            f"--bench must be a file of hf-striped bench --output; {options.bench} is none."
-        )
+            f"--bench must be a file of hf-striped bench --output; received {path}: {error}"
+        ) from error
