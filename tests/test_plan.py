@@ -108,6 +108,11 @@ def test_pairs_of_attention_are_counted(seq_len, window):
     assert AttentionShape(24, window).flops(seq_len) == 2 * 24 * pairs
 
 
+def test_chunks_are_attended_each_by_itself():
+    pairs = sum(1 for q in range(20) for k in range(q + 1) if q // 6 == k // 6)
+    assert AttentionShape(24, chunk_size=6).flops(20) == 2 * 24 * pairs
+
+
 @pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.name)
 def test_the_longest_row_fits_and_one_token_more_does_not(tiny, setup):
     room = 2e9

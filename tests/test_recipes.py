@@ -45,6 +45,13 @@ def test_a_recipe_over_two_ranks_prints_what_it_prints_in_one_process(ranks, rec
     assert_same_figures(smoke(ranks, 2, script, 2, tmp_path), alone)
 
 
+def test_the_converted_script_over_two_ranks_prints_what_it_printed_before(ranks, tmp_path):
+    folder = RECIPES / "convert-run-clm"
+    printed = launch(ranks, 1, folder / "before.py", "--smoke", folder=tmp_path)
+    before = json.loads(printed[0].splitlines()[-1])
+    assert_same_figures(smoke(ranks, 2, [folder / "train.py"], 2, tmp_path), before)
+
+
 def test_the_fsdp2_recipe_over_two_groups_trains_as_one_process(ranks, tmp_path):
     script = RECIPES / "fsdp2" / "train.py"
     alone = smoke(ranks, 1, [script], 1, tmp_path / "..", "--batch-size", 2)

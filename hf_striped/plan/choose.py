@@ -52,7 +52,7 @@ class Choice:
 def choices(
     simulation: Simulation, cluster: Cluster, seq_len: int, key_heads: int, bf16: bool
 ) -> Iterator[Choice]:
-    """Every set-up at every context-parallel size, the preferred first: small groups send least."""
+    """Every set-up at every context-parallel size, small groups, which send least, first."""
     for size in (size for size in range(1, cluster.ranks + 1) if cluster.ranks % size == 0):
         machines = size // gcd(size, cluster.ranks_a_machine)
         for setup in SETUPS:
@@ -71,7 +71,7 @@ def choices(
 
 
 def recommended(found: list[Choice]) -> Choice | None:
-    """The choice that fits and trains most tokens a second: the least recomputed, then the smallest group."""
+    """Of the choices that fit the one that recomputes least, then with the smallest group, then the fastest set-up."""
     order = {setup: place for place, setup in enumerate(SETUPS)}
     fitting = [choice for choice in found if choice.fits]
     return min(
@@ -115,9 +115,9 @@ def throughput_of(simulation: Simulation, bench: dict[str, Any], model: str) -> 
     Raises:
         ConfigurationError: the result has no training step of this model.
     """
-    steps = [step for step in bench.get("training", []) if step["model"] == model]
+    steps = [step for step in bench["training"] if step["model"] == model]
     if not steps:
-        measured = sorted({step["model"] for step in bench.get("training", [])})
+        measured = sorted({step["model"] for step in bench["training"]})
         raise ConfigurationError(
             f"--bench must hold a training step of {model!r}; it holds {measured or 'none'}. Make it with "
             f"hf-striped bench --layouts --model {model} --seq-len ..., or pass --tflops."

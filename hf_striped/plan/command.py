@@ -83,8 +83,7 @@ def run(options: argparse.Namespace) -> int:
     simulation = simulate(config, bf16=bf16, ring=options.gpus > 1)
     flops = None if options.tflops is None else options.tflops * 1e12
     if bench is not None:
-        name = Path(options.model).name
-        flops = throughput_of(simulation, bench, name)
+        flops = throughput_of(simulation, bench, Path(options.model).name)
     room = options.gpu_memory * (1 - options.reserve)
     cluster = Cluster(options.gpus, options.gpus_per_machine, room, flops)
     text = config.get_text_config()
@@ -122,8 +121,11 @@ def _check(options: argparse.Namespace) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        bench = json.loads(path.read_text())
+        if "training" not in bench:
+            raise ValueError("it has no training steps")
+        return bench
+    except (OSError, ValueError, TypeError) as error:
         raise ConfigurationError(
             f"--bench must be a file of hf-striped bench --output; received {path}: {error}"
         ) from error

@@ -12,16 +12,22 @@ from torch.utils.flop_counter import flop_registry
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """One layer's attention: query heads times head dimensions of scores and values, and its window."""
+    """One layer's attention: query heads times head dimensions of scores and values, and its window or chunks."""
 
     score_and_value_dims: int
-    window: int | None
+    window: int | None = None
+    chunk_size: int | None = None
 
     def flops(self, seq_len: int) -> float:
         """Of the forward pass over a row of one document; the backward pass has 2.5 times as many."""
-        window = min(self.window or seq_len, seq_len)
-        pairs = window * (window + 1) / 2 + (seq_len - window) * window
-        return 2 * self.score_and_value_dims * pairs
+        chunk = min(self.chunk_size or seq_len, seq_len)
+        chunks, rest = divmod(seq_len, chunk)
+        pairs = chunks * self._pairs(chunk) + self._pairs(rest)
+        return 2.0 * self.score_and_value_dims * pairs
+
+    def _pairs(self, length: int) -> int:
+        window = min(self.window or length, length)
+        return window * (window + 1) // 2 + (length - window) * window
 
 
 class Counter(TorchDispatchMode):
@@ -65,11 +71,11 @@ class Counter(TorchDispatchMode):
         """What the ring works in, which its operator does not show; see ring_op.py and exchange.py."""
         query, key, value = args[:3]
         numbers = key.numel() + value.numel()
-        window = args[9]
+        window, chunk_size = args[9:11]
         width = query.shape[1] * (query.shape[2] + value.shape[2])
         results = query[..., 0].numel()
         self.attention_results += results * (value.shape[2] * query.element_size() + 4)
-        self.attention.append(AttentionShape(width, window))
+        self.attention.append(AttentionShape(width, window, chunk_size))
         self.key_value = max(self.key_value, numbers * key.element_size())
         # backward: dq, dk and dv of this block and of the sum, in fp32
         wide = 4 * (query.numel() + 2 * numbers)

@@ -4,8 +4,8 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from hf_striped.plan.choose import Choice, Cluster
-from hf_striped.plan.memory import SETUPS, Memory
-from hf_striped.plan.simulate import Simulation
+from hf_striped.plan.memory import OFFLOAD, SETUPS, Memory
+from hf_striped.plan.simulate import KEEP_ATTENTION, NOTHING, Simulation
 
 _PARTS = [field.name for field in fields(Memory)]
 
@@ -59,12 +59,12 @@ def _recommendation(best: Choice | None) -> str:
         config.append(f"heads_parallel_size={best.heads_parallel_size}")
     if setup.loss_tile_size is not None:
         config.append(f"loss_tile_size={setup.loss_tile_size}")
-    if "kept" in setup.checkpointing:
+    if setup.checkpointing == KEEP_ATTENTION:
         config.append("keep_attention=True")
     arguments = [f"parallelism_config=StripedParallelismConfig({', '.join(config)})"]
-    if setup.checkpointing != "none":
+    if setup.checkpointing != NOTHING:
         arguments.append("activation_checkpointing=True")
-    if "host" in setup.checkpointing:
+    if setup.checkpointing == OFFLOAD:
         arguments.append('activation_checkpointing_kwargs={"offload": True}')
     lines = [
         f"recommended: {setup.name}; context parallel {best.context_parallel_size} x data parallel "
