@@ -78,7 +78,7 @@ def peak_of_training(rank, world, seq_len, checkpointing, keep, tile):
     ("seq_len", "checkpointing", "tile"),
     [
         (3072, NOTHING, None),
-        (4096, KEEP_ATTENTION, 512),
+        (6144, KEEP_ATTENTION, 512),
         (4096, RECOMPUTE, None),
     ],
 )
